@@ -3,6 +3,7 @@
     python -m benchmarks.nodes                                   # 2 nodes of one rank, 200 Mbit/s and 1 Gbit/s
     python -m benchmarks.nodes --nodes 2 --ranks-per-node 2 --rates 200mbit
     python -m benchmarks.nodes --only zerofx                     # contenders whose name has one of these words
+    python -m benchmarks.nodes --accumulate 8 --only pipe chosen # micro-batches, of which stages on ranks take turns
 
 A node is a network namespace, joined to the others by a pair of virtual interfaces and a bridge; what leaves it passes
 a token bucket of the rate (`tc ... tbf`). Its ranks have a host name and processes of their own (`unshare --uts
@@ -38,24 +39,32 @@ from benchmarks.lib.models import SHAPES
 from benchmarks.lib.processes import RESULTS, Ranks
 from benchmarks.lib.turn import turn
 
-_HUB = "zerofx-hub"
-_PREFIX = "zerofx-node"
+_PREFIX = f"zerofx-{os.getpid()}"  # of namespaces, which other runs have too
+_HUB = f"{_PREFIX}-hub"
 _BASELINE = "FSDP2 + compile"
 
 
-def contenders(num_nodes: int, ranks_per_node: int) -> dict[str, dict[str, Any]]:
+def contenders(num_nodes: int, ranks_per_node: int, accumulate: int) -> dict[str, dict[str, Any]]:
     """What each contender's workers are told, by name."""
-    ours = {"family": "zerofx", "stage": 3, "measures": True}
+    ours = {"family": "zerofx", "stage": 3, "measures": True, "accumulate": accumulate}
+    num_ranks = num_nodes * ranks_per_node
+    fsdp2 = {"family": "fsdp2", "compile": True, "accumulate": accumulate}
+    # All ranks are given one batch where some may share it.
+    in_stages = {
+        "zerofx, pipe": {**ours, "mesh": {"pipe": num_ranks}, "shared": True},
+        "zerofx, chosen mesh": {**ours, "mesh": "auto", "shared": True},
+    }
     mesh = {"replicate": num_nodes, "shard": ranks_per_node}
-    hsdp = {"FSDP2 over replicas + compile": {"family": "fsdp2", "compile": True, "shard": ranks_per_node}}
+    hsdp = {"FSDP2 over replicas + compile": {**fsdp2, "shard": ranks_per_node}}
     on_mesh = {"zerofx, replicate x shard": {**ours, "mesh": mesh}}
     return {
-        _BASELINE: {"family": "fsdp2", "compile": True},
+        _BASELINE: fsdp2,
         **(hsdp if ranks_per_node > 1 else {}),
-        "DDP + compile": {"family": "ddp", "compile": True},
+        "DDP + compile": {"family": "ddp", "compile": True, "accumulate": accumulate},
         "zerofx": ours,
         **(on_mesh if ranks_per_node > 1 else {}),
         "zerofx, stage 1": {**ours, "stage": 1},
+        **(in_stages if accumulate > 1 else {}),
         "zerofx, wire int8": {**ours, "wire": "int8"},
         "zerofx, wire int4": {**ours, "wire": "int4"},
     }
@@ -68,7 +77,7 @@ def _run(*command: str) -> None:
 @contextlib.contextmanager
 def network(num_nodes: int, rate: str) -> Iterator[list[str]]:
     """Namespaces of nodes that send at ``rate`` (as `tc` has it); gives their names, and removes them in the end."""
-    names = [f"{_PREFIX}{node}" for node in range(num_nodes)]
+    names = [f"{_PREFIX}-node{node}" for node in range(num_nodes)]
     try:
         _run("ip", "netns", "add", _HUB)
         _run("ip", "-n", _HUB, "link", "add", "hub", "type", "bridge")
@@ -106,7 +115,7 @@ def measure(options: argparse.Namespace, rate: str, cache: Path) -> dict[str, di
         commands = [start(nodes[rank // options.ranks_per_node]) for rank in range(num_ranks)]
         variables = {"GLOO_SOCKET_IFNAME": "net0", "ZEROFX_CACHE_DIR": str(cache / "zerofx")}
         try:
-            for name, request in contenders(options.nodes, options.ranks_per_node).items():
+            for name, request in contenders(options.nodes, options.ranks_per_node, options.accumulate).items():
                 if options.only and not any(word in name for word in (*options.only, _BASELINE)):
                     continue
                 message = {"shape": options.shape, "device": "cpu", "dtype": "float32", "contender": request}
@@ -134,16 +143,20 @@ def table(results: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
     rows = []
     for case, by_name in results.items():
         seconds = {name: statistics.median(result["seconds"]) for name, result in by_name.items()}
+        batches = {name: result["facts"].get("num_batches", 1) for name, result in by_name.items()}
         for name, result in by_name.items():
             predicted = result["facts"].get("predicted_seconds")
+            times = seconds[name] / seconds[_BASELINE] * batches[_BASELINE] / batches[name]
+            mesh = result["facts"].get("mesh", "")
             rows.append([
-                case, name, f"{seconds[name]:.2f}", f"{seconds[name] / seconds[_BASELINE]:.2f}",
+                case, f"{name} ({mesh})" if mesh else name, f"{seconds[name]:.2f}", f"{times:.2f}",
                 "" if predicted is None else f"{predicted:.2f}",
                 "" if predicted is None else f"{seconds[name] / predicted:.2f}",
                 f"{result['facts']['wire_bytes'] / 1e6:.0f}",
             ])  # fmt: skip
     headers = [
-        "network", "", "step, s", f"over {_BASELINE}", "predicted, s", "measured over predicted", "sent by a rank, MB",
+        "network", "", "step, s", f"a batch, over {_BASELINE}", "predicted, s", "measured over predicted",
+        "sent by a rank, MB",
     ]  # fmt: skip
     return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
 
@@ -153,6 +166,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--ranks-per-node", type=int, default=1)
     parser.add_argument("--rates", nargs="+", default=["1gbit", "200mbit"], help="of what leaves a node, as tc has it")
+    parser.add_argument("--accumulate", type=int, default=1, metavar="M", help="micro-batches of a step")
     parser.add_argument("--shape", choices=SHAPES, default="27m")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="contenders whose name has one of these")
     parser.add_argument("--rounds", type=int, default=2)
@@ -167,6 +181,7 @@ def main() -> None:
     for rate in options.rates:
         with tempfile.TemporaryDirectory(prefix="nodes-cache-") as cache:
             case = f"{options.shape}, {options.nodes} x {options.ranks_per_node}, {rate}"
+            case += f", {options.accumulate} micro-batches" if options.accumulate > 1 else ""
             results[case] = measure(options, rate, Path(cache))
         write_json(path, results)
     text = table(results)

@@ -86,6 +86,16 @@ NOT_IN_STAGES: Final = tuple(
         ("saved", "stages hand activations on from micro-batch to micro-batch as they are", one_of("int8", "fp8")),
     )
 )
+
+
+def options_against_stages(options: object) -> str:
+    """The options whose values a step in stages does not serve, and why; empty where there are none."""
+    given = {each: getattr(options, each.other) for each in NOT_IN_STAGES}
+    return ", ".join(
+        f"{each.other}={value!r}: {each.why}" for each, value in given.items() if each.theirs and each.theirs(value)
+    )
+
+
 GRADIENTS_ALONE: Final = Kind(
     f"{{{GRADIENTS!r}: 'host'}} or {{{GRADIENTS!r}: 'nvme'}}",
     lambda given: given in ({GRADIENTS: "host"}, {GRADIENTS: "nvme"}),

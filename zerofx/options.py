@@ -224,7 +224,7 @@ class CompileOptions:
     """the axes that ranks lie along, outer to inner ``pipe``, ``replicate``, ``shard`` and ``model``, by numbers of
     ranks (``{"replicate": 2, "shard": 4}``) or a ``DeviceMesh`` with these names; None for all along ``shard``,
     ``"auto"`` for the mesh that is fastest for a sample, of those that fit, where a batch is one of all ranks along
-    ``model``, and none has an axis ``pipe``."""
+    ``model`` and ``pipe``."""
 
     states_over: StatesOver = option("auto", words(StatesOver), not_for=("sharing",))
     """``"mesh"`` for optimizer states in parts of slices, one on each replica, ``"shard"`` for slices that every

@@ -5,6 +5,7 @@ All train with AdamW on torch's fused kernels. A request is what a worker is tol
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Callable
@@ -66,18 +67,20 @@ def _plain(
     hidden_bytes: int = 0,
     accumulate: int = 1,
     *,
+    first: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     evaluates: bool = False,
 ) -> TrainStep:
-    """``accumulate``: how often the batch is trained on before an update, each time with its own reductions.
-    ``evaluates``: the step is a forward in evaluation mode."""
+    """``accumulate``: how often the batch is trained on before an update, each time with its own reductions, unless
+    all but the last run in ``first``. ``evaluates``: the step is a forward in evaluation mode."""
     if evaluates:
         return TrainStep(partial(_evaluated, work, called), hidden_bytes, trained=(work.model, optimizer))
 
     def run() -> Tensor:
         total = None
-        for _ in range(accumulate):
-            loss = work.loss(called) / accumulate
-            loss.backward()
+        for number in range(accumulate):
+            with first() if number + 1 < accumulate else contextlib.nullcontext():
+                loss = work.loss(called) / accumulate
+                loss.backward()
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
         optimizer.step()
@@ -107,7 +110,7 @@ def _ddp(request: dict[str, Any], work: Workload, device: torch.device) -> Train
     )
     called = torch.compile(model) if request.get("compile") else model
     buckets = sum(p.numel() * p.element_size() for p in work.model.parameters())
-    return _plain(work, called, _adamw(work.model), buckets)
+    return _plain(work, called, _adamw(work.model), buckets, request.get("accumulate", 1), first=model.no_sync)
 
 
 class Checkpointed(nn.Module):
@@ -263,6 +266,8 @@ def _zerofx(request: dict[str, Any], work: Workload, device: torch.device) -> Tr
         "predicted_wire_bytes": plan.wire_bytes,
         "recomputed": len(plan.recomputes),
         "link_bytes": plan.link_bytes,
+        "mesh": str(plan.mesh),
+        "num_batches": plan.mesh.num_batches,
     }
     if request.get("evaluate"):
         return TrainStep(

@@ -59,6 +59,7 @@ def main() -> None:
         facts["loss"] = float(step.run().mean())
         facts |= _measure(step, device) | step.facts
     facts |= {"shape": asdict(shape), "num_parameters": num_parameters, "ranks_per_batch": num_model}
+    facts.setdefault("num_batches", int(os.environ["WORLD_SIZE"]) // num_model)
     num_flops = request["contender"].get("accumulate", 1) * model_flops(shape, num_parameters)
     share = 1 / 3 if request["contender"].get("evaluate") else 1.0  # a backward takes twice its forward's
     facts.setdefault("flops", share * num_flops / num_model)

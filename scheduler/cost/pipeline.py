@@ -150,6 +150,16 @@ def choose_lags(
     return chosen
 
 
+def least_pipeline_seconds(seconds: float, waited: float, num_stages: int, num_micro_batches: int) -> float:
+    """A lower bound of the seconds of a step in stages, however it is cut; ``seconds``: of a micro-batch through all.
+
+    A stage cannot begin before the stages before it are through with the first forward, and but for weight gradients
+    apart they have as long to go as it ends: of their seconds for a micro-batch it idles for the part ``waited``. So
+    of S seconds, stage k has at most (S - waited x those of stages before it) / m for each of m micro-batches.
+    """
+    return waited * seconds / (1.0 - (1.0 - waited / num_micro_batches) ** num_stages)
+
+
 def simulate_stages(
     chunks: Sequence[StageSeconds],
     num_micro_batches: int,

@@ -95,10 +95,10 @@ def runs(step: StepGraph, seconds: Mapping[UnitPhase, float]) -> list[UnitRun]:
     def part_of(node: fx.Node) -> tuple[UnitPhase, str | None, str | None]:
         return (step.unit_of(node), origin(node).phase), slice_of(node), piece_of(node)
 
-    stretch_of = stretches(step) if step.by_layer else {}
+    stretch_of, bodies = stretches(step) if step.by_layer else {}, loop_bodies(step)
 
     def run_key(node: fx.Node) -> object:
-        return stretch_of[node] if step.by_layer else part_of(node)
+        return stretch_of[node] if step.by_layer else (bodies[node.name], part_of(node))
 
     spans: list[tuple[list[UnitPhase], fx.Node, fx.Node]] = []
     for _, group in itertools.groupby(filter(computes, step.calls()), run_key):

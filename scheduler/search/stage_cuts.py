@@ -85,6 +85,23 @@ def find_cuts(step: StepGraph, machine: Machine, names: Sequence[str]) -> tuple[
     return tuple(numbers[name] for name in names)
 
 
+def find_borders(step: StepGraph, machine: Machine, units: Sequence[str]) -> list[str]:
+    """The nodes of a captured micro-batch's forward that stages may begin with, in each of these layers.
+
+    Raises:
+        UsageError: it is not cut before one of them.
+    """
+    nodes = step.nodes_by_name()
+    borders = {step.unit_of(nodes[run.first]): run.first for run in reversed(_runs(step, machine))}
+    missing = [unit for unit in units if unit not in borders]
+    if missing:
+        raise UsageError(
+            f"expected a step that can be cut before each of its layers for stages on the axis 'pipe', found "
+            f"{first_few(missing)} in one piece with what is before: leave the axis out"
+        )
+    return [borders[unit] for unit in units]
+
+
 def decide_stages(
     step: StepGraph,
     mesh: Mesh,

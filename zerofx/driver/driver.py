@@ -19,7 +19,6 @@ import torch
 
 from zerofx.budgets import budget_bytes
 from zerofx.capture.checks import device_of
-from zerofx.deferred import is_deferred
 from zerofx.disk.cache import MALFORMED
 from zerofx.driver.captures import Captures
 from zerofx.driver.given_plan import check_budget, check_graph, check_host_budget
@@ -33,15 +32,8 @@ from zerofx.driver.shardings import (
     record_shardings,
     share_computation,
 )
-from zerofx.driver.stages import (
-    CutStep,
-    PlannedStage,
-    StageOrder,
-    choose_order,
-    choose_worst,
-    cut_into_stages,
-    name_stage,
-)
+from zerofx.driver.stage_order import PlannedStage, StageOrder, choose_order
+from zerofx.driver.stages import CutStep, choose_worst, cut_into_stages, name_stage, reason_against_stages
 from zerofx.errors import (
     InternalError,
     InvalidGraphError,
@@ -201,16 +193,9 @@ def _check_model(request: Request) -> None:
     """Raises:
     UsageError: the model is one that cannot run in stages.
     """
-    if not is_on_cpu(device_of(request.model)):
-        raise UsageError(
-            f"expected ranks with CPUs where the mesh has an axis 'pipe', found a model on {device_of(request.model)}: "
-            f"on GPUs a step can be planned so (zerofx.plan), and not run yet; leave the axis out"
-        )
-    if is_deferred(request.model) and request.options.weights is None:
-        raise UsageError(
-            "expected a model with values, or weights= to read them from, where the mesh has an axis 'pipe', found a "
-            "deferred one: make it without zerofx.empty_init(), or leave the axis out"
-        )
+    trouble = reason_against_stages(request)
+    if trouble:
+        raise UsageError(f"expected a model that can run on a mesh with an axis 'pipe', found {trouble}; leave it out")
 
 
 def _cut(

@@ -26,15 +26,8 @@ from zerofx.driver.meshes.choice import choose_mesh
 from zerofx.driver.prepared import Prepared, Request, prepare
 from zerofx.driver.saved_graph import SavedGraph
 from zerofx.driver.shardings import decide_alone, lay_out, layouts
-from zerofx.driver.stages import (
-    CutStep,
-    PlannedStage,
-    StageOrder,
-    choose_order,
-    cut_into_stages,
-    name_stage,
-    plan_all,
-)
+from zerofx.driver.stage_order import PlannedStage, StageOrder, choose_order
+from zerofx.driver.stages import CutStep, cut_into_stages, name_stage, plan_all, reason_against_stages
 from zerofx.errors import UsageError, wrap_defects
 from zerofx.garbage import limit_garbage_collection
 from zerofx.ir.batch import Batch
@@ -109,7 +102,7 @@ class PlannedStep:
         """
         seconds = self.plan.step_seconds
         times = times_run(self.lowered.graph)
-        busy = sum(times[node] * matmul_seconds_at_peak(node, self.machine) for node in self.lowered.graph.calls())
+        busy = sum(num * matmul_seconds_at_peak(node, self.machine) for node, num in times.items())
         return busy / seconds if seconds else 0.0
 
     @property
@@ -414,7 +407,7 @@ def _choose(request: Request, num_ranks: int) -> Mesh:
     captured = CapturedStep(request, captures)
     _, comparison = choose_mesh(
         request, captures, num_ranks, lambda mesh: plan_captured(captured, mesh, verbose=False),
-        on_cpu=is_on_cpu(captures.first.device),
+        on_cpu=is_on_cpu(captures.first.device), without_stages=reason_against_stages(request),
     )  # fmt: skip
     if request.settings.debug:
         sys.stderr.write(f"{comparison}\n")

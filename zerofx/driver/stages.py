@@ -1,41 +1,30 @@
-"""The stages of a step on the axis pipe: cut alike on all ranks, each of which has its own from then on; and the order
-in which all of them take micro-batches."""
+"""The stages of a step on the axis pipe: cut alike on all ranks, each of which has its own from then on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from zerofx.choices import OrderOption
+from zerofx.capture.checks import device_of
+from zerofx.deferred import is_deferred
 from zerofx.driver.captures import Captures
 from zerofx.driver.prepared import Earlier, Request
-from zerofx.errors import InvalidGraphError, MemoryBudgetError, UsageError, ZeroFXError
+from zerofx.errors import InvalidGraphError, UsageError, ZeroFXError
 from zerofx.ir.bucketing import layout_of
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.facts import Phase, chunk_of, is_random, origin, placeholder
 from zerofx.ir.graph import PipeStage, StepGraph
-from zerofx.lowering.lower import LoweredStep
 from zerofx.passes.lib.draws_ahead import find_unforeseen_draw
 from zerofx.passes.lib.message_check import check_messages
 from zerofx.passes.prepare.stages import check_stages
+from zerofx.runtime.comm.collectives import is_on_cpu
 from zerofx.runtime.state.parameter_groups import group_of_parameters, histories_of
 from zerofx.scheduler.analysis.stages_of_nodes import own_source, weight_gradients
-from zerofx.scheduler.cost.pipeline import (
-    PipelineSeconds,
-    StageSeconds,
-    choose_lags,
-    chunks_in_order,
-    lags_up_to,
-    simulate_stages,
-    stage_seconds,
-)
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.plan.text.overview import ORDERS_IN_STAGES, chunks_a_stage, turns_later
 from zerofx.scheduler.search.problem import BudgetMissedError
 from zerofx.scheduler.search.stage_cuts import Balance, decide_stages, find_cuts, name_cuts
-from zerofx.units import format_bytes, format_seconds
 
 T = TypeVar("T")
 _AS_FAST = 1.01  # times the seconds of another order: less says nothing
@@ -59,243 +48,6 @@ class CutStep:
     def num_chunks(self) -> int:
         """The chunks of each stage."""
         return (len(self.cuts) + 1) // len(self.stages)
-
-
-@dataclass(frozen=True)
-class PlannedStage:
-    """A stage as it is planned in one order: the peak on its device, the seconds of its chunks, and whether it brings
-    parameters up, from other ranks or tiers, which turns do for each micro-batch."""
-
-    peak_bytes: int
-    seconds: tuple[StageSeconds, ...]
-    brings_parameters: bool
-
-    @staticmethod
-    def of(lowered: LoweredStep) -> PlannedStage:
-        """The stage that has been planned and lowered by itself."""
-        plan = lowered.plan
-        return PlannedStage(
-            plan.peak_bytes["device"], stage_seconds(lowered.graph, lowered.simulation), bool(plan.gathers)
-        )
-
-
-@dataclass(frozen=True)
-class StageOrder:
-    """The order of micro-batches in all stages, one forward and one backward by turns or else all forward first, and
-    why it is so. ``lags``: how many turns later each computes weight gradients, as for ``simulate_stages``;
-    ``num_chunks``: of each stage."""
-
-    by_turns: bool = False
-    why: str = field(default="", compare=False)
-    lags: tuple[int | None, ...] = ()
-    num_chunks: int = 1
-
-    def request(self, request: Request) -> Request:
-        """The request for a step in this order."""
-        order: OrderOption = "micro-batch" if self.by_turns else "layer"
-        return replace(request, options=replace(request.options, order=order))
-
-    def captures(self, stage: Captures) -> Captures:
-        """The captures of a stage, in this order."""
-        return stage if stage.pipe is None else stage.delay_weights(self.lags[stage.pipe.number] if self.lags else None)
-
-    def simulate(self, stages: Sequence[PlannedStage], num_micro_batches: int) -> PipelineSeconds:
-        """The seconds of stages that are planned in this order."""
-        seconds = chunks_in_order([stage.seconds for stage in stages])
-        return simulate_stages(
-            seconds, num_micro_batches, by_turns=self.by_turns, lags=self.lags, num_stages=len(stages)
-        )
-
-    def words(self) -> str:
-        """The order, for people."""
-        most = max((lag for lag in self.lags if lag is not None), default=None)
-        later = "" if most is None else f", weight gradients {'up to ' if most else ''}{turns_later(most)}"
-        return f"{ORDERS_IN_STAGES[self.by_turns]}{chunks_a_stage(self.num_chunks)}{later}"
-
-
-CutIn = Callable[[int], CutStep]
-PlanIn = Callable[[StageOrder, CutStep], Sequence[PlannedStage]]
-
-
-def choose_order(request: Request, cut_in: CutIn, plan_in: PlanIn) -> tuple[StageOrder, CutStep]:
-    """The order that is asked for, or else the faster one that fits, and of two as fast the one that holds less; with
-    the stages that run in it.
-
-    ``cut_in``: the step in stages of so many chunks. ``plan_in``: all stages as they are planned in an order, which
-    raises ``MemoryBudgetError`` where one does not fit. Where stages bring no parameters up, all forward first is the
-    same work in another order, and is not planned.
-
-    Raises:
-        UsageError: the step cannot run in the order that is asked for.
-        MemoryBudgetError: no order fits.
-    """
-    asked, plan = request.options.order, request.options.plan
-    cut = cut_in(2 if asked == "interleaved" else 1)
-    num = cut.stages[0].candidates[0]
-    if isinstance(plan, Plan):
-        # Those of the other stages are in their own plans.
-        lags = [plan.weights_lag if number == plan.pipe_stage else None for number in range(len(cut.stages))]
-        return StageOrder(not plan.by_layer, lags=tuple(lags), num_chunks=cut.num_chunks), cut
-    trial = _Trial({cut.num_chunks: cut}, plan_in, num)
-    if cut.num_chunks > 1:
-        order = StageOrder(num > 1, num_chunks=cut.num_chunks)
-        if num > 1:
-            order, weights = _weigh_weights(trial, order)
-            order = replace(order, why=f"{trial.describe(order)}{weights}")
-        return order, cut
-    if num == 1 or len(cut.stages) == 1 or asked in ("layer", "micro-batch") or not cut.takes_turns:
-        why = "as asked" if asked != "auto" else "" if cut.takes_turns else "backward draws random numbers, in order"
-        order = StageOrder(asked != "layer" and cut.takes_turns)
-        return replace(order, why=f"{order.words()}, {why}" if why and num > 1 else ""), cut
-    if asked == "zero-bubble":
-        order = trial.delay_weights(lambda most: lags_up_to(most, num, cut.splits), len(cut.stages) - 1)
-        return replace(order, why=f"{order.words()}, as asked"), cut
-    order = _choose_with_one_chunk(trial)
-    if not cut.is_open:
-        return order, cut
-    order = _weigh_chunks(trial, order, cut_in)
-    return order, trial.cuts[order.num_chunks]
-
-
-def _choose_with_one_chunk(trial: _Trial) -> StageOrder:
-    """The order to take where each stage has one chunk.
-
-    Raises:
-        MemoryBudgetError: none fits.
-    """
-    num, turns, first = trial.num_micro_batches, StageOrder(by_turns=True), StageOrder()
-    best, weights, refusal = turns, "", None
-    try:
-        best, weights = _weigh_weights(trial, turns)
-    except MemoryBudgetError as missed:
-        refusal = missed
-    else:
-        stages = trial.planned[turns]
-        other = first.simulate(stages, num).step
-        brings = any(stage.brings_parameters for stage in stages)
-        if not brings and trial.outcomes[best][0] <= _AS_FAST * other:
-            why = f"all forward first takes {format_seconds(other)}, and holds {num} micro-batches"
-            return replace(best, why=f"{trial.describe(best)}: {why}{weights}")
-    try:
-        trial.plan(first)
-    except MemoryBudgetError:
-        if refusal is not None:
-            raise
-        return replace(best, why=f"{trial.describe(best)}: the other order does not fit{weights}")
-    if refusal is not None:
-        return replace(first, why=f"{trial.describe(first)}: the other order does not fit")
-    is_best = trial.outcomes[best][0] <= _AS_FAST * trial.outcomes[first][0]
-    chosen, rejected = (best, first) if is_best else (first, best)
-    return replace(chosen, why=f"{trial.describe(chosen)}, rather than {trial.describe(rejected)}{weights}")
-
-
-def _weigh_chunks(trial: _Trial, order: StageOrder, cut_in: CutIn) -> StageOrder:
-    """The order with two chunks a stage, where that is faster than ``order``, and fits."""
-    num, seconds = trial.num_micro_batches, trial.outcomes[order][0]
-    halves = [*map(_halve, chunks_in_order([stage.seconds for stage in trial.planned[order]]))]
-    lags = choose_lags(halves * 2, num, len(halves) - 1, trial.cuts[1].splits)
-    expected = simulate_stages(halves * 2, num, by_turns=True, lags=lags, num_stages=len(halves)).step
-    if _AS_FAST * expected > seconds:
-        return order
-    try:
-        trial.cuts[2] = cut_in(2)
-        best, weights = _weigh_weights(trial, StageOrder(by_turns=True, num_chunks=2))
-    except UsageError:
-        return order
-    except MemoryBudgetError:
-        return replace(order, why=f"{order.why}; two chunks a stage do not fit")
-    if _AS_FAST * trial.outcomes[best][0] > seconds:
-        return replace(order, why=f"{order.why}; with two chunks a stage {format_seconds(trial.outcomes[best][0])}")
-    return replace(best, why=f"{trial.describe(best)}, rather than {trial.describe(order)}{weights}")
-
-
-def _halve(stage: StageSeconds) -> StageSeconds:
-    """A chunk of two of a stage, as they are expected to be: alike, with as large messages as the whole stage has."""
-    return replace(
-        stage, forward=stage.forward / 2, backward=stage.backward / 2, rest=stage.rest / 2, exposed=stage.exposed / 2
-    )
-
-
-@dataclass(frozen=True)
-class _Trial:
-    """Orders that stages have been planned in, with the seconds of a step and the largest peak in each; ``cuts``: the
-    step in stages of so many chunks."""
-
-    cuts: dict[int, CutStep]
-    plan_in: PlanIn
-    num_micro_batches: int
-    outcomes: dict[StageOrder, tuple[float, int]] = field(default_factory=dict)
-    planned: dict[StageOrder, Sequence[PlannedStage]] = field(default_factory=dict)
-
-    def plan(self, order: StageOrder) -> Sequence[PlannedStage]:
-        """All stages in an order.
-
-        Raises:
-            MemoryBudgetError: one of them does not fit.
-        """
-        cut = self.cuts[order.num_chunks]
-        if order.lags:
-            num = min(self.num_micro_batches, 2 * order.num_chunks * len(order.lags) + 1)
-            graphs = [order.captures(stage).rank_graph(self.num_micro_batches) for stage in cut.stages]
-            check_messages(graphs, num, by_turns=True)
-        self.planned[order] = stages = self.plan_in(order, cut)
-        peak = max(stage.peak_bytes for stage in stages)
-        self.outcomes[order] = order.simulate(stages, self.num_micro_batches).step, peak
-        return stages
-
-    def delay_weights(
-        self, lags_of: Callable[[int], tuple[int | None, ...]], most: int, num_chunks: int = 1
-    ) -> StageOrder:
-        """The order by turns with weight gradients ``most`` turns later, or as many fewer as it takes to fit.
-
-        Raises:
-            MemoryBudgetError: none fits.
-        """
-        while True:
-            order = StageOrder(by_turns=True, lags=lags_of(most), num_chunks=num_chunks)
-            try:
-                self.plan(order)
-            except MemoryBudgetError:
-                most = max((lag for lag in order.lags if lag), default=0) - 1
-                if most < 0:
-                    raise
-            else:
-                return order
-
-    def describe(self, order: StageOrder) -> str:
-        """An order with what it takes."""
-        seconds, peak = self.outcomes[order]
-        return f"{order.words()}, {format_seconds(seconds)} in up to {format_bytes(peak)} a stage"
-
-
-def _weigh_weights(trial: _Trial, turns: StageOrder) -> tuple[StageOrder, str]:
-    """The faster order by turns, with weight gradients apart or without, and what the other takes.
-
-    Raises:
-        MemoryBudgetError: ``turns``, which is without, does not fit.
-    """
-    stages = trial.plan(turns)
-    seconds, num_stages = chunks_in_order([stage.seconds for stage in stages]), len(stages)
-    num, without, splits = trial.num_micro_batches, trial.outcomes[turns][0], trial.cuts[turns.num_chunks].splits
-
-    def lags_of(most: int) -> tuple[int | None, ...]:
-        return choose_lags(seconds, num, most, splits)
-
-    if not any(splits[1:]):
-        return turns, "; no weight gradients are computed apart from what is sent"
-    expected = simulate_stages(seconds, num, by_turns=True, lags=lags_of(num_stages - 1), num_stages=num_stages).step
-    if _AS_FAST * expected > without:
-        return turns, f"; with weight gradients apart {format_seconds(expected)}"
-    try:
-        apart = trial.delay_weights(lags_of, num_stages - 1, turns.num_chunks)
-    except MemoryBudgetError:
-        return turns, "; with weight gradients apart it does not fit"
-    if _AS_FAST * trial.outcomes[apart][0] > without:
-        return turns, f"; with weight gradients apart {format_seconds(trial.outcomes[apart][0])}"
-    return (
-        apart,
-        f"; with weight gradients at once {format_seconds(without)} in {format_bytes(trial.outcomes[turns][1])}",
-    )
 
 
 def plan_all(plans: Iterable[Callable[[], T]]) -> list[T]:
@@ -359,14 +111,8 @@ def cut_into_stages(
         )
     captures = captures.before_stages()
     step = captures.rank_graph(captures.candidates[0])
-    check_stages(step)
-    draw, draws = find_unforeseen_draw(step), any(map(is_random, step.calls()))
-    if draw is not None:
-        raise UsageError(
-            f"expected random operators whose draws depend on shapes alone where the mesh has an axis 'pipe', found "
-            f"{draw.target} in {origin(draw).layer or 'the model'}: leave the axis out"
-        )
-    num_micro_batches, is_open = captures.candidates[0], earlier is None and request.options.plan is None
+    draws, num_micro_batches = check_draws(step), captures.candidates[0]
+    is_open = earlier is None and request.options.plan is None
     if is_open and num_chunks > 1:
         _check_chunks(step, num_stages, num_micro_batches, draws=draws)
     cuts = _decide(request, step, num_micro_batches, balance, num_chunks) if earlier is None else earlier.shared.cuts
@@ -375,14 +121,13 @@ def cut_into_stages(
     pipes = [PipeStage(number, num_stages, names, draws=draws) for number in range(num_stages)]
     stages = [captures.stage_captures(pipe) for pipe in pipes]
     graphs = [staged.rank_graph(num_micro_batches) for staged in stages]
-    takes_turns = not any(is_random(node) and origin(node).phase is Phase.BACKWARD for node in step.calls())
     if num_chunks > 1:
         _check_messages_of_chunks(graphs, num_stages, num_chunks, num_micro_batches)
     else:
         check_messages(graphs, min(num_micro_batches, num_stages + 1))
-    if takes_turns and num_chunks == 1:
+    if (by_turns := takes_turns(step)) and num_chunks == 1:
         check_messages(graphs, min(num_micro_batches, 2 * num_stages + 1), by_turns=True)
-    elif not takes_turns and request.options.order in ("micro-batch", "zero-bubble"):
+    elif not by_turns and request.options.order in ("micro-batch", "zero-bubble"):
         raise UsageError(
             f"expected a model that draws no random numbers in backward with order={request.options.order!r} where "
             f"the mesh has an axis 'pipe', found one that does: leave order= out"
@@ -391,7 +136,7 @@ def cut_into_stages(
     if earlier is not None:
         _check_places(graphs, earlier)
     if not step.gradients:
-        return CutStep(tuple(stages), cuts, takes_turns, splits, is_open)
+        return CutStep(tuple(stages), cuts, by_turns, splits, is_open)
     groups = group_of_parameters(request.model, request.optimizers, step.parameters, set(step.gradients))
     histories = histories_of(request.model, request.optimizers)
     layouts = [layout_of(graph, groups, request.mesh, histories=histories) for graph in graphs]
@@ -406,7 +151,7 @@ def cut_into_stages(
     order = sorted((chunk, stage, place) for stage, own in enumerate(chunks) for place, chunk in enumerate(own))
     buckets = [tuple(number for number, (_, owner, _) in enumerate(order) if owner == pipe.number) for pipe in pipes]
     pipes = [replace(pipe, buckets=buckets[pipe.number], num_buckets=len(order)) for pipe in pipes]
-    return CutStep(tuple(map(captures.stage_captures, pipes)), cuts, takes_turns, splits, is_open)
+    return CutStep(tuple(map(captures.stage_captures, pipes)), cuts, by_turns, splits, is_open)
 
 
 def _check_chunks(step: StepGraph, num_stages: int, num_micro_batches: int, *, draws: bool) -> None:
@@ -457,6 +202,37 @@ def _chunks_of_buckets(graph: StepGraph, layout: BucketLayout) -> list[int]:
         for bucket in layout.buckets
         if bucket.trainable
     ]
+
+
+def reason_against_stages(request: Request) -> str:
+    """The reason why the model cannot run in stages here, although its step can be planned so; empty where it can."""
+    device = device_of(request.model)
+    if not is_on_cpu(device):
+        return f"one on {device}: on GPUs a step can be planned so (zerofx.plan), and not run yet"
+    if is_deferred(request.model) and request.options.weights is None:
+        return "a deferred one: make it without zerofx.empty_init(), or give weights= to read"
+    return ""
+
+
+def check_draws(step: StepGraph) -> bool:
+    """Check that a captured step can run in stages, whatever the cuts; True if it draws random numbers.
+
+    Raises:
+        UsageError: it cannot; says why.
+    """
+    check_stages(step)
+    draw = find_unforeseen_draw(step)
+    if draw is not None:
+        raise UsageError(
+            f"expected random operators whose draws depend on shapes alone where the mesh has an axis 'pipe', found "
+            f"{draw.target} in {origin(draw).layer or 'the model'}: leave the axis out"
+        )
+    return any(map(is_random, step.calls()))
+
+
+def takes_turns(step: StepGraph) -> bool:
+    """True if stages of a captured step can run backward of a micro-batch before the forward of later ones."""
+    return not any(is_random(node) and origin(node).phase is Phase.BACKWARD for node in step.calls())
 
 
 def _decide(

@@ -56,10 +56,12 @@ class MeshOutcome:
 
 @dataclass(frozen=True)
 class MeshComparison:
-    """All compared meshes, the best of those that fit first, and the reason for it."""
+    """All compared meshes, the best of those that fit first, and the reason for it; ``without_stages``: why none has an
+    axis ``pipe``, where micro-batches would allow it."""
 
     outcomes: tuple[MeshOutcome, ...]
     reason: str
+    without_stages: str = ""
 
     @property
     def best(self) -> MeshOutcome:
@@ -67,11 +69,21 @@ class MeshComparison:
         return self.outcomes[0]
 
     def __str__(self) -> str:
-        rows = [_row(outcome) for outcome in self.outcomes]
+        shown, rest = list[MeshOutcome](), list[MeshOutcome]()
+        for outcome in self.outcomes:  # those with stages that are skipped are many, and say little
+            is_skipped = outcome.mesh.pipe > 1 and outcome.verdict == "slower"
+            (rest if is_skipped and any(each.mesh.pipe > 1 for each in shown) else shown).append(outcome)
+        rows = [_row(outcome) for outcome in shown]
         align = ("left", *["right"] * 6, "left")
         table = tabulate(rows, _HEADERS, colalign=align, disable_numparse=True, tablefmt="simple")
         troubles = {outcome.trouble: outcome.mesh for outcome in reversed(self.outcomes) if outcome.trouble}
-        return "\n".join([table, *(f"{mesh}: {trouble}" for trouble, mesh in troubles.items()), self.reason])
+        notes = [f"{mesh}: {trouble}" for trouble, mesh in troubles.items()]
+        if rest:
+            least = format_seconds(min(outcome.seconds_per_sample for outcome in rest))
+            notes.insert(0, f"{len(rest)} more meshes with an axis pipe take {least} a sample or longer")
+        if self.without_stages:
+            notes.append(f"no mesh with an axis pipe: {self.without_stages}")
+        return "\n".join([table, *notes, self.reason])
 
 
 def _row(outcome: MeshOutcome) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -184,10 +184,10 @@ OPTIMIZERS: Mapping[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True)
 class Run:
-    """A training: of the ranks along ``data``, each has batches of its own."""
+    """A training: ranks that share no computation have batches of their own. A mesh may be chosen for one like them."""
 
     model: str
-    mesh: Mapping[str, int] | None
+    mesh: Mapping[str, int] | Literal["auto"] | None
     accumulate: int
     options: tuple[tuple[str, Any], ...] = ()
     steps: int = STEPS
@@ -233,7 +233,11 @@ def begin_run(run: Run) -> tuple[zerofx.Step, torch.optim.Optimizer, list[Given]
     optimizer = OPTIMIZERS[run.optimizer](model)
     options = {"backend": "eager", **dict(run.options)}
     step = zerofx.compile(model, optimizer, mesh=run.mesh, accumulate=run.accumulate, **options)
-    sizes = Mesh(**(run.mesh or {}))
+    if run.mesh == "auto":
+        args, kwargs = stage_batch(run.model, 2 * run.accumulate, torch.Generator())
+        sizes = step.choose_mesh(*args, **kwargs)
+    else:
+        sizes = Mesh(**(run.mesh or {}))
     data = dist.get_rank() // sizes.model % (sizes.replicate * sizes.shard) if dist.is_initialized() else 0
     torch.manual_seed(data)
     generator = torch.Generator().manual_seed(data + 1)

@@ -98,14 +98,36 @@ def test_four_stages_train_like_one_process(runs: list[Run]) -> None:
     check_runs(runs, 4, [train_runs([run.on(None) for run in runs])])
 
 
-@pytest.mark.parametrize("runs", [*WEIGHTS_APART, *(pytest.param(runs, marks=pytest.mark.slow) for runs in MORE_APART)])
-def test_weight_gradients_some_turns_later_have_the_bits_of_one_process(runs: list[Run]) -> None:
-    check_runs(runs, dict(runs[0].mesh or {})["pipe"], [train_runs([run.on(None) for run in runs])])
+@pytest.mark.days(3)
+@pytest.mark.parametrize(("model", "num_ranks"), [("gpt", 2), pytest.param("matrices", 4, marks=pytest.mark.slow)])
+def test_stages_that_are_chosen_train_like_ranks_without(model: str, num_ranks: int) -> None:
+    """On a slow link two stages are fastest, and of four ranks two pairs of them: that each idles is said of stages."""
+    slow = replace(SLOW, ranks_per_node=num_ranks)
+    chosen = Run(model, "auto", 8, (*CLIPPED, ("machine", slow)), steps=3)
+    once = replace(chosen.on({"replicate": num_ranks // 2}), options=(*chosen.options, ("reduce", "once")))
+    check_runs([chosen], num_ranks, run_ranks(train_runs, num_ranks // 2, [once]))
 
 
-@pytest.mark.parametrize("runs", [*IN_CHUNKS, *(pytest.param(runs, marks=pytest.mark.slow) for runs in MORE_IN_CHUNKS)])
-def test_stages_of_two_chunks_have_the_bits_of_one_process(runs: list[Run]) -> None:
-    check_runs(runs, dict(runs[0].mesh or {})["pipe"], [train_runs([run.on(None) for run in runs])])
+@pytest.mark.parametrize(
+    ("num_ranks", "runs"),
+    [
+        *zip((2, 4), WEIGHTS_APART, strict=True),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in zip((2, 4), MORE_APART, strict=True)),
+    ],
+)
+def test_weight_gradients_some_turns_later_have_the_bits_of_one_process(num_ranks: int, runs: list[Run]) -> None:
+    check_runs(runs, num_ranks, [train_runs([run.on(None) for run in runs])])
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "runs"),
+    [
+        *zip((2, 4), IN_CHUNKS, strict=True),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in zip((2, 4), MORE_IN_CHUNKS, strict=True)),
+    ],
+)
+def test_stages_of_two_chunks_have_the_bits_of_one_process(num_ranks: int, runs: list[Run]) -> None:
+    check_runs(runs, num_ranks, [train_runs([run.on(None) for run in runs])])
 
 
 @pytest.mark.slow

@@ -5,7 +5,8 @@ batch, so a step on a mesh with that axis has fewer samples. The graph is captur
 a few of the layers (``zerofx/driver/meshes/estimates.py``), the most promising first: a mesh that cannot fit, or is at
 least as slow as another that fits, is skipped. The fastest that fits is planned whole. If the memory budget is below
 what it needs, a mesh is planned for these layers within their share of the budget, and a second one, with another
-number of ``model`` ranks, is planned whole if it may be faster.
+number of ``model`` ranks, is planned whole if it may be faster. So is one without an axis ``pipe`` where the best has
+it, and takes longer than was estimated: to have more meshes to choose from makes no choice worse.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from zerofx.driver.prepared import Request
 from zerofx.errors import MemoryBudgetError, UsageError
 from zerofx.garbage import limit_garbage_collection
 from zerofx.lowering.lower import LoweredStep
-from zerofx.option_checks import warn_of_ignored_shardings
+from zerofx.option_checks import options_against_stages, warn_of_ignored_shardings
 from zerofx.progress import watch_progress
 from zerofx.report.meshes import MeshComparison, MeshOutcome
 from zerofx.scheduler.analysis.sharding_pins import pins_of
@@ -48,27 +49,39 @@ class Planned(Protocol):
 P = TypeVar("P", bound=Planned)
 
 
-def candidates(num_ranks: int, ranks_per_node: int, stage: int) -> list[Mesh]:
+def candidates(num_ranks: int, ranks_per_node: int, stage: int, most_stages: int = 1) -> list[Mesh]:
     """The meshes of so many ranks: ``model`` within a node or a little beyond, all divisions of the other axes.
 
-    At stage 0 nothing is sliced, so ``replicate`` would be another name for ``shard``.
+    At stage 0 nothing is sliced, so ``replicate`` would be another name for ``shard``. With up to ``most_stages`` along
+    ``pipe`` the ranks of a stage are slices of one, or replicas, or slices on each node.
     """
     meshes = []
-    for model in _divisors(num_ranks):
-        if model <= _NODES_OF_MODEL * ranks_per_node:
-            others = num_ranks // model
+    for pipe in _divisors(num_ranks):
+        for model in _divisors(num_ranks // pipe):
+            if model > _NODES_OF_MODEL * ranks_per_node or pipe > most_stages:
+                continue
+            others = num_ranks // pipe // model
             replicas = _divisors(others) if stage > 0 else [1]
-            meshes += [Mesh(replicate, others // replicate, model) for replicate in replicas]
+            if pipe > 1:
+                on_node = max(ranks_per_node // model, 1)
+                replicas = [each for each in replicas if each in (1, others) or others // each == on_node]
+            meshes += [Mesh(replicate, others // replicate, model, pipe) for replicate in replicas]
     return meshes
 
 
 def choose_mesh(
-    request: Request, captures: Captures, num_ranks: int, whole: Callable[[Mesh], P], *, on_cpu: bool
+    request: Request,
+    captures: Captures,
+    num_ranks: int,
+    whole: Callable[[Mesh], P],
+    *,
+    on_cpu: bool,
+    without_stages: str = "",
 ) -> tuple[P, MeshComparison]:
     """The fastest mesh of ``num_ranks`` ranks that fits, planned by ``whole``, and the comparison of all meshes.
 
     ``request`` has no mesh yet, ``on_cpu`` as for ``Target``. If none fits and there is no budget, the one that needs
-    least is planned.
+    least is planned. ``without_stages``: why none has an axis ``pipe``, besides what its options say.
 
     Raises:
         MemoryBudgetError: no mesh has a plan that fits the memory budget.
@@ -80,8 +93,12 @@ def choose_mesh(
         pins_of(captures.whole_graph(captures.candidates[0]), shardings)
     with limit_garbage_collection():
         estimates = Estimates(request, captures, num_ranks, on_cpu=on_cpu)
-        outcomes = _estimate(estimates, candidates(num_ranks, request.machine.ranks_per_node, request.options.stage))
-        planned, comparison = _plan_best(request, outcomes, whole)
+        divided = request.options.accumulate != 1
+        without_stages = (without_stages or options_against_stages(request.options)) if divided else ""
+        most_stages = 1 if without_stages else captures.candidates[0]
+        meshes = candidates(num_ranks, request.machine.ranks_per_node, request.options.stage, most_stages)
+        planned, comparison = _plan_best(request, _estimate(estimates, meshes), whole)
+        comparison = replace(comparison, without_stages=without_stages)
     if shardings:
         warn_of_ignored_shardings(comparison.best.mesh)
     return planned, comparison
@@ -91,7 +108,7 @@ def _estimate(estimates: Estimates, meshes: Sequence[Mesh]) -> dict[Mesh, MeshOu
     """Estimates, or lower bounds, for all ``meshes``; if none fits, the one that needs least is simulated."""
     outcomes: dict[Mesh, MeshOutcome] = {}
     with watch_progress("comparing meshes", "meshes", show=estimates.verbose) as bar:
-        for _, alike in groupby(meshes, key=lambda mesh: mesh.model):
+        for _, alike in groupby(meshes, key=lambda mesh: (mesh.pipe, mesh.model)):
             before = _fastest(outcomes)
             for mesh in sorted(alike, key=lambda mesh: estimates.least_seconds(mesh, before)):
                 outcomes[mesh] = estimates.estimate(mesh, _fastest(outcomes))
@@ -112,18 +129,22 @@ def _plan_best(
     best: tuple[P, MeshOutcome] | None = None
     refusals: list[MemoryBudgetError] = []
     ranked = sorted(outcomes.values(), key=_order)
-    most_whole = _MOST_WHOLE if request.options.memory_budget is not None else 1
-    whole_with = set[int]()  # as many model ranks
+    within = request.options.memory_budget is not None
+    most_whole = _MOST_WHOLE if within else 1
+    whole_with = set[tuple[int, bool]]()  # as many model ranks, in stages or not
     for outcome in ranked:
         if outcome.trouble or (len(refusals) >= _MOST_REFUSED and not outcome.fits):
             break
-        # Within a budget a few layers do not say all that a plan takes: it may be more than what another is taken for.
-        # What meshes with as many model ranks give up is found once, and wrong by as much for all of them.
+        # Within a budget, and in stages, a few layers do not say all that a plan takes: it may be more than what
+        # another is taken for. What meshes with as many model ranks give up is found once, and wrong by as much for
+        # all of them.
+        in_stages = outcome.mesh.pipe > 1
         if best is not None:
-            is_slower = (1.0 - _TOO_LONG) * outcome.seconds_per_sample >= best[1].seconds_per_sample
+            too_long = _TOO_LONG if within and not in_stages else 0.0
+            is_slower = (1.0 - too_long) * outcome.seconds_per_sample >= best[1].seconds_per_sample
             if len(whole_with) >= most_whole or not outcome.fits or is_slower:
                 break
-            if outcome.mesh.model in whole_with:
+            if (outcome.mesh.model, in_stages) in whole_with:
                 continue
         try:
             planned = whole(outcome.mesh)
@@ -131,7 +152,8 @@ def _plan_best(
             refusals.append(error)
             outcomes[outcome.mesh] = replace(outcome, trouble="no plan fits")
             continue
-        whole_with.add(outcome.mesh.model)
+        most_whole += in_stages
+        whole_with.add((outcome.mesh.model, in_stages))
         now = outcomes[outcome.mesh] = _replace_by_plan(outcome, planned)
         if best is None or _order(now) < _order(best[1]):
             best = planned, now

@@ -5,21 +5,28 @@ within a memory budget too. Results that do not depend on the layout of ranks al
 found once for each number of ``model`` ranks: how they share the computation, and the time of one such group by itself.
 A mesh whose parameters and states alone exceed the memory, or whose computation or links are busy longer than another
 mesh takes, is skipped on these grounds.
+
+On a mesh with an axis ``pipe`` a few layers are cut into stages (``short_stages.py``).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from zerofx.budgets import budget_bytes, tiers_for
 from zerofx.driver.captures import Captures
+from zerofx.driver.meshes.short_stages import ShortStages, StepInStages
 from zerofx.driver.meshes.short_steps import Floor, Savings, Short, ShortSteps, StepTotals, Unlimited
 from zerofx.driver.prepared import Request
 from zerofx.driver.shardings import shardings_of, share_one_rank
 from zerofx.errors import UsageError, ZeroFXError
 from zerofx.report.meshes import MeshOutcome
+from zerofx.scheduler.cost.pipeline import least_pipeline_seconds
 from zerofx.scheduler.cost.wire_volume import ACROSS, WITHIN
 from zerofx.scheduler.plan.mesh import Mesh
+
+_FORWARD = 0.25  # of the seconds of forward and backward, that forward takes at least
 
 
 class Estimates:
@@ -36,6 +43,7 @@ class Estimates:
         self._keeping: dict[Mesh, Unlimited] = {}
         self._given_up: dict[tuple[int, bool], list[tuple[Savings, float]]] = {}
         self._floors: dict[Mesh, Floor] = {}
+        self._unfit: dict[tuple[int, int], int] = {}
 
     def estimate(self, mesh: Mesh, fastest: float | None = None) -> MeshOutcome:
         """The cost of a step on ``mesh``, or the reason why it cannot run there.
@@ -45,19 +53,32 @@ class Estimates:
         """
         outcome, request = self._outcome(mesh), self._request_on(mesh)
         limit = outcome.limit_bytes
+        budget = limit if request.options.memory_budget is not None else None
         try:
             if fastest is not None:
                 shown = self._bound_by_fewer(mesh)
                 if shown >= fastest:
                     return replace(outcome, is_least=True, step_seconds=shown * outcome.num_samples)
-                floor = self._floor(request)
-                held, seconds = max(round(floor.held_bytes) - self._offload_bytes, 0), self._least(request)
+                held = max(round(self._floor(request).held_bytes / mesh.pipe) - self._offload_bytes, 0)
+                seconds = self._least(request)
                 least = replace(outcome, is_least=True, peak_bytes=held, step_seconds=seconds)
                 if held > limit or least.seconds_per_sample >= fastest:
                     return least
-            numbers = self._simulate_unlimited(request).all
-            if numbers.peak_bytes > limit and request.options.memory_budget is not None:
-                numbers = self._memory_savings(request, numbers, limit).apply(numbers, limit)
+                if mesh.pipe > 1 and (mesh.pipe, mesh.model) in self._unfit:  # with whole slices, which hold least
+                    return replace(least, peak_bytes=self._unfit[mesh.pipe, mesh.model])
+            numbers: StepTotals | StepInStages
+            if mesh.pipe > 1:
+                stages = ShortStages.of(self._short, request, self._captures_of(request).few)
+                slowest = math.inf if fastest is None else fastest * outcome.num_samples
+                numbers = stages.simulate(budget, slowest)
+                if budget is not None and numbers.peak_bytes > budget and numbers.step_seconds >= slowest:
+                    return replace(outcome, is_least=True, step_seconds=numbers.step_seconds)
+                if numbers.peak_bytes > limit and mesh.replicate == 1:
+                    self._unfit[mesh.pipe, mesh.model] = round(numbers.peak_bytes)
+            else:
+                numbers = self._simulate_unlimited(request).all
+                if budget is not None and numbers.peak_bytes > budget:
+                    numbers = self._memory_savings(request, numbers, budget).apply(numbers, budget)
         except ZeroFXError as error:
             return replace(outcome, trouble=str(error))
         return replace(
@@ -103,7 +124,7 @@ class Estimates:
         machine = self._request.machine
         budget = budget_bytes(self._request.options.memory_budget, machine)
         limit = machine.device.memory_bytes if budget is None else budget
-        return MeshOutcome(mesh, count_samples(self._request) * mesh.num_ranks // mesh.model, limit_bytes=limit)
+        return MeshOutcome(mesh, count_samples(self._request) * mesh.num_batches, limit_bytes=limit)
 
     def _request_on(self, mesh: Mesh) -> Request:
         return replace(self._request, mesh=mesh)
@@ -114,10 +135,15 @@ class Estimates:
         The cost of a budget is added as far as other meshes with as many ``model`` ranks have shown it, and parameters
         and states that do not fit go to the host and back.
         """
-        mesh, floor = request.mesh, self._floor(request)
+        mesh = request.mesh
         alone = self._alone.get(mesh.model)
         if alone is None:
             alone = self._alone[mesh.model] = self._simulate_unlimited(self._request_on(Mesh(model=mesh.model))).all
+        if mesh.pipe > 1:
+            idle = _FORWARD if request.options.order == "auto" else 1.0
+            num = self._captures.candidates[0]
+            return least_pipeline_seconds(alone.computing / num, idle, mesh.pipe, num)
+        floor = self._floor(request)
         limit, given_up = self._outcome(mesh).limit_bytes, 0.0
         for shown, held_bytes in self._given_up.get((mesh.model, mesh.shard > 1), ()):
             peak = shown.keeping.peak_bytes + floor.held_bytes - held_bytes
@@ -140,6 +166,8 @@ class Estimates:
         return own
 
     def _floor(self, request: Request) -> Floor:
+        """Of all stages together, where there are some."""
+        request = self._request_on(replace(request.mesh, pipe=1))
         if request.mesh not in self._floors:
             self._floors[request.mesh] = self._short.floor(request, self._captures_of(request))
         return self._floors[request.mesh]

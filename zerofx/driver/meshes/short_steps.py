@@ -25,6 +25,7 @@ from zerofx.scheduler.cost.transfers import CollectiveKind
 from zerofx.scheduler.cost.wire_volume import ACROSS, WITHIN, seconds_along
 from zerofx.scheduler.plan.decisions import ShardingDecision
 from zerofx.scheduler.plan.mesh import Axes, Mesh
+from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.planner import make_plan
 from zerofx.scheduler.search.problem import BudgetMissedError, Problem
 
@@ -126,12 +127,12 @@ class ShortSteps:
     def __init__(self, request: Request, captures: Captures, *, on_cpu: bool) -> None:
         number = captures.candidates[0]
         step = captures.whole_graph(number)
-        self._rows = rows_of(step)
-        gives_up = self._rows and request.options.memory_budget is not None
+        self.rows = rows_of(step)
+        gives_up = self.rows and request.options.memory_budget is not None
         self._short = Short(
-            shallow(step, self._rows),
-            tuple(shallow(step, self._rows, row) for row in self._rows),
-            shallow(step, self._rows, remaining=2 * KEPT) if gives_up else None,
+            shallow(step, self.rows),
+            tuple(shallow(step, self.rows, row) for row in self.rows),
+            shallow(step, self.rows, remaining=2 * KEPT) if gives_up else None,
         ).each(lambda part: (captures.short(number, part), part.nodes_by_name()))
         self._known: OptimizerBinding | None = None
         self._target = request.target(step.device, on_cpu=on_cpu, verbose=False)
@@ -151,7 +152,7 @@ class ShortSteps:
         short = self._simulate(request, shared.few, None)
         longer = [self._simulate(request, captures, None) for captures in shared.longer]
         every = few = more = short
-        for row, one_more in zip(self._rows, longer, strict=True):
+        for row, one_more in zip(self.rows, longer, strict=True):
             further = len(row.repetitions) - KEPT
             every = every.plus(further, one_more, short)
             more = more.plus(min(further, KEPT), one_more, short)
@@ -206,12 +207,16 @@ class ShortSteps:
             return floor_of(self._problem(request, self._prepare(request, captures)), request.mesh)
 
         whole = short = compute(shared.few)
-        for row, captures in zip(self._rows, shared.longer, strict=True):
+        for row, captures in zip(self.rows, shared.longer, strict=True):
             whole = whole.plus(len(row.repetitions) - KEPT, compute(captures), short)
         return whole
 
     def _simulate(self, request: Request, captures: Captures, budget: int | None) -> StepTotals:
-        """Simulate the short step, within ``budget`` bytes if given.
+        _, step, simulation = self.simulate(request, captures, budget)
+        return _numbers_of(step, simulation)
+
+    def simulate(self, request: Request, captures: Captures, budget: int | None) -> tuple[Plan, StepGraph, Simulation]:
+        """The plan of a short step, or of a stage of one, within ``budget`` bytes if given, and its run on paper.
 
         Raises:
             BudgetMissedError: no plan takes ``budget`` bytes.
@@ -224,7 +229,7 @@ class ShortSteps:
         problem = self._problem(request, prepared, budget)
         plan = make_plan(problem)
         problem = problem.replace_variants(prepared.adapt_to(plan), plan.num_micro_batches, by_layer=plan.by_layer)
-        return _numbers_of(*problem.rehearsal.simulate(plan))
+        return plan, *problem.rehearsal.simulate(plan)
 
     def _prepare(self, request: Request, captures: Captures) -> Prepared:
         prepared = prepare(request, captures, known=self._known)

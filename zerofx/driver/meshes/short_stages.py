@@ -1,0 +1,253 @@
+"""Estimate a step in stages, along the axis ``pipe``, from a few of its layers.
+
+    a b c d    ->    a | b c | d        a | b | c d        a b | c | d
+
+Four layers stand for a row of them: cut into a first, a middle and a last stage of one layer and of two, they show what
+every further layer adds to each. Layers are then dealt out so that the slowest stage takes least, and all stages are
+simulated next to each other. The middle ones are taken for that next to the first, which holds the most micro-batches.
+A step without such a row, or with several, is cut as it is.
+
+Weight gradients that come later are simulated so, the middle stages' one turn later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
+
+from zerofx.driver.captures import Captures
+from zerofx.driver.meshes.short_steps import ShortSteps
+from zerofx.driver.prepared import Request
+from zerofx.driver.stage_order import StageOrder
+from zerofx.driver.stages import check_draws, cut_into_stages, takes_turns
+from zerofx.errors import UsageError
+from zerofx.ir.graph import PipeStage
+from zerofx.scheduler.analysis.stages_of_nodes import weight_gradients
+from zerofx.scheduler.cost.pipeline import (
+    PipelineSeconds,
+    StageSeconds,
+    choose_lags,
+    lags_up_to,
+    simulate_stages,
+    stage_seconds,
+)
+from zerofx.scheduler.cost.wire_volume import ACROSS, WITHIN
+from zerofx.scheduler.search.problem import BudgetMissedError
+from zerofx.scheduler.search.stage_cuts import find_borders
+
+_WAITS = 0.02  # of a step's seconds, for parameters: for less no other order is tried
+# Layers of four that later stages begin with, and which of two ways has few, and one more, in each stage.
+_OF_TWO, _OF_MORE = ((1,), (2,)), ((1, 3), (1, 2), (2, 3))
+
+
+@dataclass(frozen=True)
+class StageTotals:
+    """Quantities of a stage that add up over its layers."""
+
+    peak_bytes: float
+    within: float
+    across: float
+    seconds: StageSeconds
+
+    def plus(self, times: float, more: StageTotals, less: StageTotals) -> StageTotals:
+        """These totals plus ``times`` the difference between ``more`` and ``less``."""
+
+        def add(own: float, a: float, b: float) -> float:
+            return own + times * (a - b)
+
+        return StageTotals(
+            add(self.peak_bytes, more.peak_bytes, less.peak_bytes),
+            add(self.within, more.within, less.within),
+            add(self.across, more.across, less.across),
+            StageSeconds(*map(add, *(astuple(each.seconds) for each in (self, more, less)))),
+        )
+
+
+@dataclass(frozen=True)
+class StepInStages:
+    """A step in stages: the largest peak, the bytes that the first stage's node sends, and the seconds of all."""
+
+    peak_bytes: float
+    within: float
+    across: float
+    pipeline: PipelineSeconds
+    waits: bool
+
+    @property
+    def step_seconds(self) -> float:
+        return self.pipeline.step
+
+    @property
+    def exposed_seconds(self) -> float:
+        """The most that a stage waits, for others or for parameters."""
+        return max(self.pipeline.exposed)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Stages that are alike: one of ``num_layers`` layers, and one of one more; None where they are what they are."""
+
+    few: Captures
+    more: Captures | None = None
+    num_layers: int = 1
+
+    def delay_weights(self, lag: int | None) -> _Kind:
+        """The same with weight gradients so many turns later; None: with the rest of backward."""
+        return replace(
+            self, few=self.few.delay_weights(lag), more=None if self.more is None else self.more.delay_weights(lag)
+        )
+
+
+@dataclass(frozen=True)
+class ShortStages:
+    """The stages of a step on the mesh of ``request``, ``num_layers`` in all, each simulated with few of its layers."""
+
+    short: ShortSteps
+    request: Request
+    kinds: tuple[_Kind, ...]
+    num_layers: int
+    takes_turns: bool
+
+    @staticmethod
+    def of(short: ShortSteps, request: Request, captures: Captures) -> ShortStages:
+        """``captures``: the short step as one rank of the model axis runs it.
+
+        Raises:
+            UsageError: it cannot run in as many stages.
+        """
+        num_stages, num = request.mesh.pipe, captures.candidates[0]
+        if len(short.rows) != 1:
+            cut = cut_into_stages(request, captures)
+            return ShortStages(short, request, tuple(map(_Kind, cut.stages)), 0, cut.takes_turns)
+        layers = short.rows[0].repetitions
+        if num_stages > len(layers):
+            raise UsageError(
+                f"expected a layer for each of {num_stages} stages on the axis 'pipe', found {len(layers)}: give fewer "
+                f"ranks there"
+            )
+        captures = captures.before_stages()
+        step = captures.rank_graph(num)
+        draws = check_draws(step)
+        borders = find_borders(step, request.machine, [layer[0] for layer in (layers[1], *layers[-2:])])
+
+        def divide(way: Sequence[int]) -> list[Captures]:
+            cuts = tuple(borders[layer - 1] for layer in way)
+            # The middle one is as far from the end as the second of all, the last at the end.
+            places = [(0, num_stages), *([(1, num_stages)] if len(way) > 1 else []), (len(way), len(way) + 1)]
+            return [captures.stage_captures(PipeStage(*place, cuts, draws=draws)) for place in places]
+
+        ways = [divide(way) for way in (_OF_TWO if num_stages == 2 else _OF_MORE)]
+        if num_stages == 2:
+            kinds = [_Kind(ways[0][0], ways[1][0]), _Kind(ways[1][1], ways[0][1], 2)]
+        else:
+            middle = _Kind(ways[1][1], ways[0][1])
+            kinds = [_Kind(ways[0][0], ways[2][0]), *[middle] * (num_stages - 2), _Kind(ways[0][2], ways[1][2])]
+        return ShortStages(short, request, tuple(kinds), len(layers), takes_turns(step))
+
+    def simulate(self, limit: int | None, fastest: float = math.inf) -> StepInStages:
+        """The step in the order that is asked for, or the fastest that fits ``limit`` bytes, if one does.
+
+        What cannot be faster than ``fastest`` seconds is not searched for what fits.
+
+        Raises:
+            ZeroFXError: the step cannot run so.
+        """
+        asked = self.request.options.order
+        by_turns = self.takes_turns and asked != "layer"
+        best = self._simulate_in(StageOrder(by_turns, lags=self._lags(by_turns)), limit, fastest)
+        fits = limit is None or best.peak_bytes <= limit
+        if asked != "auto" or not by_turns or (fits and not best.waits):
+            return best
+        other = self._simulate_in(StageOrder(), limit, min(fastest, best.step_seconds) if fits else fastest)
+        if limit is not None and max(best.peak_bytes, other.peak_bytes) > limit:
+            return min(best, other, key=lambda step: step.peak_bytes)
+        return min(best, other, key=lambda step: step.step_seconds)
+
+    def _lags(self, by_turns: bool) -> tuple[int | None, ...]:
+        """Turns by which weight gradients come later in each stage, where they can be apart."""
+        if not by_turns or self.request.options.order == "micro-batch":
+            return ()
+        splits = [bool(weight_gradients(kind.few.rank_graph(self._num))) for kind in self.kinds]
+        return lags_up_to(len(self.kinds) - 1, self._num, splits)
+
+    @property
+    def _num(self) -> int:
+        return self.kinds[0].few.candidates[0]
+
+    def _simulate_in(self, order: StageOrder, limit: int | None, fastest: float) -> StepInStages:
+        request, lags = order.request(self.request), order.lags or [None] * len(self.kinds)
+        measured = dict[_Kind, tuple[_Kind, StageTotals, StageTotals]]()
+        for kind, lag in zip(self.kinds, lags, strict=True):
+            if kind not in measured:
+                measured[kind] = self._measure(request, kind.delay_weights(lag))
+        numbers = self._deal_out([measured[kind] for kind in self.kinds])
+        stages = list(zip(self.kinds, numbers, strict=True))
+        totals = {
+            (kind, number): few.plus(number - kind.num_layers, more, few)
+            for kind, number in stages
+            for _, few, more in [measured[kind]]
+        }
+        free = self._combine(order, [totals[stage] for stage in stages])
+        if limit is None or free.peak_bytes <= limit or free.step_seconds >= fastest:
+            return free
+        for stage, whole in totals.items():
+            delayed, _, more = measured[stage[0]]
+            totals[stage] = self._fit(request, stage[1], delayed, whole, more, limit)
+            if totals[stage].peak_bytes > limit:
+                return replace(free, peak_bytes=totals[stage].peak_bytes)  # as one stage is enough
+        return self._combine(order, [totals[stage] for stage in stages])
+
+    def _combine(self, order: StageOrder, totals: Sequence[StageTotals]) -> StepInStages:
+        """The step in stages that have these totals."""
+        stages = [total.seconds for total in totals]
+        pipeline = simulate_stages(stages, self._num, by_turns=order.by_turns)
+        if order.lags:
+            lags = choose_lags(stages, self._num, len(stages) - 1, [lag is not None for lag in order.lags])
+            apart = simulate_stages(stages, self._num, by_turns=True, lags=lags)
+            pipeline = min(pipeline, apart, key=lambda seconds: seconds.step)
+        return StepInStages(
+            max(total.peak_bytes for total in totals), totals[0].within, totals[0].across, pipeline,
+            waits=any(stage.exposed > _WAITS * pipeline.step for stage in stages),
+        )  # fmt: skip
+
+    def _measure(self, request: Request, kind: _Kind) -> tuple[_Kind, StageTotals, StageTotals]:
+        """A kind with the totals of a stage of few layers, and of one more, where there is one."""
+        few = self._simulate_stage(request, kind.few)
+        return kind, few, few if kind.more is None else self._simulate_stage(request, kind.more)
+
+    def _deal_out(self, measured: Sequence[tuple[_Kind, StageTotals, StageTotals]]) -> list[int]:
+        """The layers of each stage: one after the other goes to the stage that takes least with it."""
+        numbers = [kind.num_layers for kind in self.kinds]
+        taken = [few.seconds.forward + few.seconds.backward for _, few, _ in measured]
+        further = [more.seconds.forward + more.seconds.backward for _, _, more in measured]
+        further = [more - few for few, more in zip(taken, further, strict=True)]
+        if self.num_layers == 0:
+            return numbers
+        for number, kind in enumerate(self.kinds):
+            taken[number] -= (kind.num_layers - 1) * further[number]
+            numbers[number] = 1
+        for _ in range(self.num_layers - len(numbers)):
+            least = min(range(len(numbers)), key=lambda number: taken[number] + further[number])
+            numbers[least] += 1
+            taken[least] += further[least]
+        return numbers
+
+    def _fit(
+        self, request: Request, number: int, kind: _Kind, whole: StageTotals, more: StageTotals, limit: int
+    ) -> StageTotals:
+        """The totals of a stage of ``number`` layers, ``whole`` otherwise, where each frees its share of the excess."""
+        if whole.peak_bytes <= limit:
+            return whole
+        layers = kind.num_layers + (kind.more is not None)
+        budget = int(more.peak_bytes - (whole.peak_bytes - limit) * layers / number)
+        try:
+            less = self._simulate_stage(request, kind.more or kind.few, budget)
+        except BudgetMissedError as missed:
+            less = replace(more, peak_bytes=max(missed.least_bytes, budget + 1))
+        return whole.plus(number / layers, less, more)
+
+    def _simulate_stage(self, request: Request, captures: Captures, budget: int | None = None) -> StageTotals:
+        _, step, simulation = self.short.simulate(request, captures, budget)
+        sent, (seconds,) = simulation.node_wire_bytes, stage_seconds(step, simulation)
+        return StageTotals(simulation.live.peaks["device"], sent[WITHIN], sent[ACROSS], seconds)
