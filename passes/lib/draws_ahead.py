@@ -64,10 +64,10 @@ def draw_for_nothing(step: StepGraph, node: fx.Node) -> None:
     mark_draws(step, node, ops.drop_draw, added[-1])
 
 
-def mark_draws(step: StepGraph, before: fx.Node, target: OpOverload, *args: object) -> None:
+def mark_draws(step: StepGraph, before: fx.Node, target: OpOverload, *args: object) -> fx.Node:
     """Insert one of the operators that keep, take and drop draws in front of a node."""
     with step.graph.inserting_before(before):
-        insert_call(step.graph, target, args, Origin("", Phase.FORWARD))
+        return insert_call(step.graph, target, args, Origin("", Phase.FORWARD))
 
 
 def _draw_again(step: StepGraph, node: fx.Node, before: fx.Node) -> list[fx.Node]:

@@ -278,6 +278,8 @@ def _part_of(step: StepGraph, first: fx.Node, number: int) -> fx.Node:
 
 def _copy(step: StepGraph, node: fx.Node, copies: Mapping[fx.Node, fx.Node], number: int, before: fx.Node) -> fx.Node:
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), copies.__getitem__)
+    if node.target is ops.keep_draws:
+        args = (False,)  # the first is that of the first micro-batch
     with step.graph.inserting_before(before):
         copy = step.graph.create_node("call_function", node.target, tuple(args), kwargs, name=_name(node, number))
     copy.meta = dict(node.meta)

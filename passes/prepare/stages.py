@@ -25,7 +25,8 @@ forward for each, then one of backward for each, the last chunk's first.
 
 What a step or an evaluation gives, each value of it, goes to all stages, when its forward is over.
 
-Random operators of other stages draw here, too, for nothing: the generators go on as those of one process would.
+Random operators of other stages draw here, too, for nothing: the generators go on as those of one process would. So do
+those of a later chunk, which draws again when its turn comes, from the states that were kept.
 
 Does not handle: steps that change buffers in backward.
 """
@@ -62,7 +63,7 @@ from zerofx.ir.facts import (
 from zerofx.ir.graph import PipeStage, StepGraph
 from zerofx.ir.micro_batches import backward_lag, forward_lag
 from zerofx.ir.streams import axes_argument
-from zerofx.passes.lib.draws_ahead import draw_for_nothing
+from zerofx.passes.lib.draws_ahead import draw_for_nothing, mark_draws
 from zerofx.scheduler.analysis.stages_of_nodes import (
     EVERYWHERE,
     Message,
@@ -122,6 +123,8 @@ def keep_stage(step: StepGraph, pipe: PipeStage) -> None:
     _drop_others(step, where, calls, own)
     if gradients:
         _divide_convolutions(step)
+        for chunk in own[1:]:
+            _draw_in_order(step, chunk)
         apart = weight_gradients(step) if pipe.weights_lag is not None else []
         runs = _sort_runs(step, own, len(pipe.cuts), {*apart, *(wait for _, wait in waits)}) if len(own) > 1 else {}
         _mark_stretches(step, pipe, runs, own_source(step.loss), waits)
@@ -312,6 +315,19 @@ def _drop_others(step: StepGraph, where: StageMap, calls: list[fx.Node], own: ra
     for node in list(step.placeholders(Role.PARAMETER)):
         if where.homes[node] not in own:
             step.graph.erase_node(node)
+
+
+def _draw_in_order(step: StepGraph, chunk: int) -> None:
+    """Have a later chunk of the stage draw what it would in its place: the first chunk's run draws that for nothing,
+    for the generators to go on, and keeps the states from which the later run draws."""
+    draws = [node for node in step.calls() if chunk_of(node) == chunk and is_random(node)]
+    if not draws:
+        return
+    mark_draws(step, draws[0], ops.keep_draws, True)
+    for node in draws:
+        draw_for_nothing(step, node)
+    set_chunk(mark_draws(step, draws[0], ops.swap_draws), chunk)
+    set_chunk(mark_draws(step, skip_getitems(draws[-1]).next, ops.take_draws), chunk)
 
 
 def _divide_convolutions(step: StepGraph) -> None:

@@ -113,8 +113,11 @@ def cut_into_stages(
     step = captures.rank_graph(captures.candidates[0])
     draws, num_micro_batches = check_draws(step), captures.candidates[0]
     is_open = earlier is None and request.options.plan is None
-    if is_open and num_chunks > 1:
-        _check_chunks(step, num_stages, num_micro_batches, draws=draws)
+    if is_open and num_chunks > 1 and num_micro_batches < num_stages and step.gradients:
+        raise UsageError(
+            f"expected at least as many micro-batches as stages with order='interleaved', found {num_micro_batches} on "
+            f"{num_stages} stages: leave order= out"
+        )
     cuts = _decide(request, step, num_micro_batches, balance, num_chunks) if earlier is None else earlier.shared.cuts
     num_chunks = (len(cuts) + 1) // num_stages
     names = name_cuts(step, request.machine, cuts)
@@ -127,7 +130,7 @@ def cut_into_stages(
         check_messages(graphs, min(num_micro_batches, num_stages + 1))
     if (by_turns := takes_turns(step)) and num_chunks == 1:
         check_messages(graphs, min(num_micro_batches, 2 * num_stages + 1), by_turns=True)
-    elif not by_turns and request.options.order in ("micro-batch", "zero-bubble"):
+    elif not by_turns and request.options.order in ("micro-batch", "zero-bubble", "interleaved"):
         raise UsageError(
             f"expected a model that draws no random numbers in backward with order={request.options.order!r} where "
             f"the mesh has an axis 'pipe', found one that does: leave order= out"
@@ -152,22 +155,6 @@ def cut_into_stages(
     buckets = [tuple(number for number, (_, owner, _) in enumerate(order) if owner == pipe.number) for pipe in pipes]
     pipes = [replace(pipe, buckets=buckets[pipe.number], num_buckets=len(order)) for pipe in pipes]
     return CutStep(tuple(map(captures.stage_captures, pipes)), cuts, by_turns, splits, is_open)
-
-
-def _check_chunks(step: StepGraph, num_stages: int, num_micro_batches: int, *, draws: bool) -> None:
-    """Raises:
-    UsageError: the step cannot run in stages of several chunks.
-    """
-    if draws:
-        problem = "one that draws random numbers, of which a micro-batch's would come out of order"
-    elif num_micro_batches < num_stages and step.gradients:
-        problem = f"{num_micro_batches} micro-batches on {num_stages} stages"
-    else:
-        return
-    raise UsageError(
-        f"expected a model that draws no random numbers, and at least as many micro-batches as stages, with "
-        f"order='interleaved', found {problem}: leave order= out"
-    )
 
 
 def _check_messages_of_chunks(

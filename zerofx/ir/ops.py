@@ -28,6 +28,7 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
 ``next_micro_batch``  a micro-batch is over, and the next one begins; ``carried`` is what it hands on
 ``keep_draws``        the generators' states here are those of the micro-batch that is run; ``first``: the step's first
 ``take_draws``        the generators go on for the micro-batch that is run next, from the state kept longest
+``swap_draws``        the same, for some draws alone: ``take_draws`` goes back to the states that they begin from
 ``drop_draw``         what has been drawn for the generators to go on, and for nothing else
 ``check_gradients``   end the step before its updates where a gradient is not finite: where ``largest`` is not, which is
                       the same on all ranks; ``outcome`` is what the step gives then
@@ -182,6 +183,7 @@ check_gradients = own_operator("check_gradients(Tensor largest, Tensor[] outcome
 next_micro_batch = own_operator("next_micro_batch(int number, Tensor[] carried) -> ()", fakes.no_result)
 keep_draws = own_operator("keep_draws(bool first) -> ()", fakes.no_result)
 take_draws = own_operator("take_draws() -> ()", fakes.no_result)
+swap_draws = own_operator("swap_draws() -> ()", fakes.no_result)
 drop_draw = own_operator("drop_draw(Tensor drawn) -> ()", fakes.no_result)
 part = own_operator(
     "part(Tensor(a) whole, int[] size, int[] stride, int offset) -> Tensor(a)", as_aten.part, kernel=as_aten.part
@@ -357,7 +359,7 @@ COLLECTIVES = frozenset({*OVER_AXES, broadcast})
 OWNER_EXCHANGES = frozenset({to_owners, from_owners})
 TRANSFERS = frozenset({offload, reload, copy_into})
 SLICE_CASTS = frozenset({fp8_slice_largest, fp8_slice_cast})
-AROUND_MICRO_BATCHES = frozenset({next_micro_batch, keep_draws, take_draws, drop_draw})
+AROUND_MICRO_BATCHES = frozenset({next_micro_batch, keep_draws, take_draws, swap_draws, drop_draw})
 EVENTS = frozenset(
     {
         *AROUND_MICRO_BATCHES,

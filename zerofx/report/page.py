@@ -81,6 +81,7 @@ ABOUT_INSTRUCTIONS: Mapping[str, str] = {
     "next_micro_batch": "a micro-batch is over, and the next one begins; a second one may stand for several",
     "check_gradients": "computation goes on to the updates only if every gradient is finite",
     "keep_draws": "the states of random generators are kept for the micro-batch that is run",
+    "swap_draws": "random generators draw for an earlier micro-batch, and go on here afterwards",
     "take_draws": "random generators go on for the micro-batch that is run next",
     "drop_draw": "what was drawn for the generators to go on is dropped",
     "check_overflow": "computation goes on to the updates only if all rows of experts have found room on their ranks",

@@ -316,9 +316,7 @@ class Runtime:
         """Keep the generators' states for the micro-batch that is run here; ``first``: before all others."""
         if first:
             self._draws.clear()
-        on_device = [torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else []
-        # As bytes, which are no tensors that a peak would count.
-        self._draws.append([bytes(state.numpy()) for state in (torch.get_rng_state(), *on_device)])
+        self._draws.append(self._read_draws())
 
     def take_draws(self) -> None:
         """Go on with the states that were kept longest ago: those of the micro-batch that is run next."""
@@ -327,6 +325,17 @@ class Runtime:
         torch.set_rng_state(state)
         for other in on_device:
             torch.cuda.set_rng_state(other, self._device)
+
+    def swap_draws(self) -> None:
+        """Go on with the states that were kept longest ago; the next ``take_draws`` goes back to those here."""
+        here = self._read_draws()
+        self.take_draws()
+        self._draws.appendleft(here)
+
+    def _read_draws(self) -> list[bytes]:
+        on_device = [torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else []
+        # As bytes, which are no tensors that a peak would count.
+        return [bytes(state.numpy()) for state in (torch.get_rng_state(), *on_device)]
 
     def drop_draw(self, drawn: torch.Tensor) -> None:
         """Nothing needs what was drawn: the generators have gone on."""

@@ -67,6 +67,7 @@ IN_CHUNKS = [
         Run("gpt", {"pipe": 2}, 2, (*CLIPPED, ("grad_norms", True), CHUNKS), steps=3),
         Run("llama", {"pipe": 2}, 8, (*CLIPPED, ("stage", 0), CHUNKS), steps=3),
         Run("norms", {"pipe": 2}, 7, (CHUNKS,), steps=3),
+        Run("dropout", {"pipe": 2}, 8, (("stage", 0), CHUNKS), steps=3),
     ],
     [Run("deep", {"pipe": 4}, 16, (*CLIPPED, CHUNKS), steps=3)],
 ]
@@ -75,6 +76,7 @@ MORE_IN_CHUNKS = [
         Run("gpt", {"pipe": 2}, 9, (*CLIPPED, ("recompute", "full"), CHUNKS), steps=2),
         Run("u-net", {"pipe": 2}, 7, (CHUNKS,), steps=3),
         Run("telling", {"pipe": 2}, 6, (CHUNKS,), steps=3),
+        Run("gpt2", {"pipe": 2}, 3, (*CLIPPED, CHUNKS), steps=3),
     ],
     [Run("deep", {"pipe": 4}, 4, (("stage", 0), CHUNKS), steps=3)],
 ]
