@@ -23,6 +23,7 @@ def _wrong(records: Sequence[Record]) -> list[Record]:
     return [record for record in records if record.outcome == "wrong"]
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "batch", [batch for batch in _HALVES if batch.variant == REWRITTEN], ids=lambda batch: batch.cases[0].name

@@ -288,6 +288,7 @@ def _on_ranks(drive: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.days(3)
 def test_two_ranks_have_the_bits_of_stage_0_with_states_elsewhere(drive: object) -> None:
     assert run_ranks(_on_ranks, 2, str(drive)) == [[], []]
 

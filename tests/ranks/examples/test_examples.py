@@ -86,6 +86,7 @@ def test_distill() -> None:
     assert "from the teacher" in run_forked("distill.py", "--steps", "2", "--backend", "eager")
 
 
+@pytest.mark.days(3)
 def test_train_gan() -> None:
     assert "spots reached" in run("train_gan.py", "--steps", "2", "--backend", "eager", processes=2)
 

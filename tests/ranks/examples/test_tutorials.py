@@ -32,6 +32,7 @@ def test_every_script_has_a_page() -> None:
     assert {name for name in scripts if f"tutorials/{name}" not in text} == set()
 
 
+@pytest.mark.days(3)
 def test_first_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     printed = run_script(SCRIPTS / "first_plan.py", "--layers", "1", "--budgets", "1GB", "64GB")
@@ -80,12 +81,14 @@ def test_a_deepspeed_key_without_an_option_is_named(tmp_path: Path) -> None:
         run_script(SCRIPTS / "from_deepspeed.py", "--config", str(file))
 
 
+@pytest.mark.days(3)
 def test_dpo(tmp_path: Path) -> None:
     pytest.importorskip("trl")
     printed = run_script(SCRIPTS / "dpo.py", "--steps", "2", "--backend", "eager", "--output", str(tmp_path))
     assert "rewards/margins" in printed and "peak on the device" in printed, printed
 
 
+@pytest.mark.days(3)
 def test_two_nodes_go_on_from_their_checkpoint(tmp_path: Path) -> None:
     options = ("--backend", "eager", "--every", "2", "--output", str(tmp_path))
     printed = run_script(SCRIPTS / "two_nodes.py", *options, "--steps", "2", num_ranks=2, num_nodes=2)

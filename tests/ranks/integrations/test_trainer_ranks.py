@@ -49,6 +49,7 @@ def _resumed(folder: str, options: dict[str, Any]) -> dict[str, list[float]]:
     return _train(folder, options, resumed=True)
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
 def test_killed_and_resumed_by_other_ranks_is_as_if_nothing_had_been(before: int, after: int, tmp_path: Path) -> None:
     plain = trainer(Trainer, llama(), arguments(tmp_path / "plain", **SAVES | {"save_strategy": "no"}))

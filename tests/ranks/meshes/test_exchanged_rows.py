@@ -257,6 +257,7 @@ def _norms(name: str, mesh: dict[str, int]) -> tuple[list[float], list[float], i
     return norms, expected, step.num_repeated
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("mesh", [{"model": 2}, {"model": 4}, {"shard": 2, "model": 2}], ids=str)
 @pytest.mark.parametrize("name", ["single precision", "all to one, single precision"])

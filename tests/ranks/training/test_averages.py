@@ -165,6 +165,7 @@ def _run(of: Callable[..., list[str]], folder: str) -> list[str]:
     return [each for name, case in CASES.items() for each in of(name, *case, f"{folder}/{name}")]
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize(("num_ranks", "num_later"), [pytest.param(1, 2, marks=pytest.mark.slow), (2, 1)])
 def test_averages_are_those_of_torch_and_go_on_on_other_ranks(tmp_path: Path, num_ranks: int, num_later: int) -> None:
     for num, of in ((num_ranks, _wrong), (num_later, _wrong_resumed)):

@@ -153,6 +153,7 @@ def test_models_of_libraries_train_in_stages_like_one_process(model: str, num_st
     check_runs(runs, num_stages, [train_runs([run.on(None) for run in runs])])
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_stages_of_several_ranks_train_like_those_ranks_without_stages(stage: int) -> None:
     options = (("stage", stage), ("max_grad_norm", 0.1))

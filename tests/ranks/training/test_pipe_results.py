@@ -37,12 +37,14 @@ WITH_OPTIONS = [
 SHARED = (("machine", SHARING), ("reduce", "once"), ("max_grad_norm", 0.1))
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize("num_stages", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_all_stages_give_what_one_process_gives(num_stages: int) -> None:
     runs = [replace(run, mesh={"pipe": num_stages}) for run in GIVING]
     check_runs(runs, num_stages, [train_runs([run.on(None) for run in runs])])
 
 
+@pytest.mark.days(3)
 def test_options_do_in_stages_what_they_do_on_one_process(tmp_path: Path) -> None:
     torch.manual_seed(7)
     save_model(MODELS["gpt2"](), str(tmp_path / "gpt2.safetensors"))
@@ -50,6 +52,7 @@ def test_options_do_in_stages_what_they_do_on_one_process(tmp_path: Path) -> Non
     check_runs(runs, 2, [train_runs([run.on(None) for run in runs])])
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_ranks_that_share_a_computation_share_its_stages(stage: int) -> None:
     options = (("stage", stage), *SHARED)

@@ -71,6 +71,7 @@ def test_ranks_have_the_bits_of_one_process(num_ranks: int, cases: list[WholeCas
     assert run_ranks(_all_differences, num_ranks, cases) == [[]] * num_ranks
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("name", "before", "after"),

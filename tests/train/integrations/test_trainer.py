@@ -158,6 +158,7 @@ class _OwnDistilled(_Distilled, ZeroFXTrainer):
     pass
 
 
+@pytest.mark.days(3)
 def test_a_loss_of_ones_own_may_use_what_the_trainer_has(tmp_path: Path) -> None:
     plain, mine = (
         trained(kind, bert(), tmp_path, max_steps=4, eval_steps=4) for kind in (_PlainDistilled, _OwnDistilled)

@@ -136,6 +136,7 @@ def test_losses_and_metrics_are_those_of_trl(kind: str, adapters: bool, tmp_path
     assert differences(kind, tmp_path, adapters=adapters) == []
 
 
+@pytest.mark.days(3)
 @pytest.mark.captures
 @pytest.mark.parametrize("kind", ["grpo", pytest.param("rloo", marks=pytest.mark.slow)])
 def test_completions_are_generated_between_steps(kind: str, tmp_path: Path) -> None:

@@ -108,6 +108,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_peaks_are_planned_to_the_byte_with_other_options(variant: str) -> None:
     given = VARIANTS[variant]

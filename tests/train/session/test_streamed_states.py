@@ -78,6 +78,7 @@ def streaming(depth: int, update: str, bytes_per_second: float) -> tuple[Prepare
     return prepared, prepared.plan
 
 
+@pytest.mark.days(3)
 # Computation waits for each bucket; or reading ahead saves it that.
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("bytes_per_second", [1e8, 3e9])
