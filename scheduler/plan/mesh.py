@@ -90,6 +90,11 @@ class Mesh:
         """The axes that the ranks of one stage lie along; ``("shard",)`` where a stage has one rank."""
         return self.collective_axes(AXES[1:])
 
+    @property
+    def first_of_stages(self) -> tuple[int, ...]:
+        """The first rank of each stage, in order."""
+        return tuple(members[0] for members in self.groups(self.stage_axes)[: self.pipe])
+
     def axes_in_use(self, axes: Axes) -> Axes:
         """Those of ``axes`` with more than one rank, outer to inner."""
         return tuple(axis for axis in AXES if axis in axes and getattr(self, axis) > 1)

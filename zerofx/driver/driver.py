@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -59,7 +59,6 @@ from zerofx.runtime.comm.control import Control
 from zerofx.runtime.comm.stages import agree_in_stages, share_in_stages
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.pipeline import chunks_in_order, predict_stage, simulate_stages, stage_seconds
-from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.planner import make_plan
 from zerofx.scheduler.search.problem import BudgetMissedError, Problem, first_that_fits
@@ -181,12 +180,7 @@ def _plan_in(
     prepared, captured, plan = _agree_on_plan(prepared, target, budget, control)
     lowered = control.attempt("plan a stage", lambda: lower_step(prepared, captured, plan, target))
     of_ranks = control.gather(PlannedStage.of(lowered), "plan stages in an order")
-    return [of_ranks[members[0]] for members in _ranks_of_stages(request.mesh)]
-
-
-def _ranks_of_stages(mesh: Mesh) -> Sequence[Sequence[int]]:
-    """The ranks of each stage."""
-    return mesh.groups(mesh.stage_axes)[: mesh.pipe]
+    return [of_ranks[rank] for rank in request.mesh.first_of_stages]
 
 
 def _check_model(request: Request) -> None:
@@ -355,7 +349,7 @@ def _predict_among_stages(compiled: CompiledStep, lowered: LoweredStep, control:
     plan = compiled.plan
     own = stage_seconds(lowered.graph, lowered.simulation), plan.weights_lag
     of_ranks = control.gather(own, "predict a step in stages")
-    stages, lags = zip(*(of_ranks[members[0]] for members in _ranks_of_stages(plan.mesh)), strict=True)
+    stages, lags = zip(*(of_ranks[rank] for rank in plan.mesh.first_of_stages), strict=True)
     pipeline = simulate_stages(
         chunks_in_order(stages), plan.num_micro_batches, by_turns=not plan.by_layer, lags=lags, num_stages=len(stages)
     )

@@ -120,7 +120,7 @@ class TakenOver:
         own = list(reversed(dict.fromkeys(reversed(sources))))  # of one in slices the last one completes it
         layers = [*zip(self._shared.buckets, self.layers, strict=True)]
         of_ranks = control.gather((own, layers), "find the parameters of stages")
-        stages = [of_ranks[members[0]] for members in mesh.groups(mesh.stage_axes)[: mesh.pipe]]
+        stages = [of_ranks[rank] for rank in mesh.first_of_stages]
         self.state.homes = {name: stage for stage, (names, _) in enumerate(stages) for name in names}
         self.layers = tuple(layer for _, layer in sorted(itertools.chain.from_iterable(each for _, each in stages)))
 

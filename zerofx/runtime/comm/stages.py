@@ -30,7 +30,7 @@ def agree_in_stages(control: Control, mesh: Mesh, purpose: str, value: str, what
 
 def is_first_of_stage(control: Control, mesh: Mesh) -> bool:
     """True on the first rank of each stage, which does for all of it what rank 0 does without stages."""
-    return control.rank == mesh.members(control.rank, mesh.stage_axes)[0]
+    return control.rank in mesh.first_of_stages
 
 
 def share_in_stages(
