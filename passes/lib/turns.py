@@ -37,12 +37,12 @@ def hand_on_values(step: StepGraph) -> None:
                 ends[1].append(after)
         for name, (own_lag, last_lag) in _lags_under_way(step, loop).items():
             for turn, at_end in enumerate(ends, step.num_before):
-                at_end += (_carried(twins[name, turn - lag]) for lag in range(last_lag, own_lag, -1))
+                at_end += (_carrier(twins[name, turn - lag]) for lag in range(last_lag, own_lag, -1))
         for border, values in zip((loop.begin, loop.end), ends, strict=True):
             border.args = (border.args[0], values)
 
 
-def _carried(node: fx.Node) -> fx.Node:
+def _carrier(node: fx.Node) -> fx.Node:
     """The node by which a round hands a value on; of what is still to arrive the message."""
     return node if node.target in ops.MESSAGES else value_node(storage_source(node))
 
@@ -55,7 +55,7 @@ def _lags_under_way(step: StepGraph, loop: Loop) -> dict[str, tuple[int, int]]:
     for node in loop.body():
         # What names one of several results is where these are made.
         for read in node.all_input_nodes if node.target is not operator.getitem else ():
-            value = _carried(read)
+            value = _carrier(read)
             twin = twin_of(value)
             if twin is None:
                 continue

@@ -203,6 +203,14 @@ def simulate_stages(
     return PipelineSeconds(total, tuple(idle), tuple(exposed), tuple(under_way))
 
 
+def simulate_weights_apart(
+    chunks: Sequence[StageSeconds], num_micro_batches: int, splits: Sequence[bool]
+) -> PipelineSeconds:
+    """The seconds of stages by turns, with weight gradients apart as late as ``choose_lags`` has them."""
+    lags = choose_lags(chunks, num_micro_batches, len(splits) - 1, splits)
+    return simulate_stages(chunks, num_micro_batches, by_turns=True, lags=lags, num_stages=len(splits))
+
+
 def _needs(piece: _Piece, chunk: int, seconds: StageSeconds, *, is_apart: bool) -> tuple[int, float, float]:
     """The chunk that a piece waits for, how long what that sends takes, and how long the piece takes."""
     if piece == "forward":

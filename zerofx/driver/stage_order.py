@@ -20,6 +20,7 @@ from zerofx.scheduler.cost.pipeline import (
     chunks_in_order,
     lags_up_to,
     simulate_stages,
+    simulate_weights_apart,
     stage_seconds,
 )
 from zerofx.scheduler.plan.plan import Plan
@@ -162,9 +163,7 @@ def _weigh_chunks(trial: _Trial, order: StageOrder, cut_in: CutIn) -> StageOrder
     """The order with two chunks a stage, where that is faster than ``order``, and fits."""
     num, seconds = trial.num_micro_batches, trial.outcomes[order][0]
     halves = [*map(_halve, chunks_in_order([stage.seconds for stage in trial.planned[order]]))]
-    lags = choose_lags(halves * 2, num, len(halves) - 1, trial.cuts[1].splits)
-    expected = simulate_stages(halves * 2, num, by_turns=True, lags=lags, num_stages=len(halves)).step
-    if _AS_FAST * expected > seconds:
+    if _AS_FAST * simulate_weights_apart(halves * 2, num, trial.cuts[1].splits).step > seconds:
         return order
     try:
         trial.cuts[2] = cut_in(2)
@@ -252,7 +251,7 @@ def _weigh_weights(trial: _Trial, turns: StageOrder) -> tuple[StageOrder, str]:
 
     if not any(splits[1:]):
         return turns, "; no weight gradients are computed apart from what is sent"
-    expected = simulate_stages(seconds, num, by_turns=True, lags=lags_of(num_stages - 1), num_stages=num_stages).step
+    expected = simulate_weights_apart(seconds, num, splits).step
     if _AS_FAST * expected > without:
         return turns, f"; with weight gradients apart {format_seconds(expected)}"
     try:

@@ -27,9 +27,9 @@ from zerofx.scheduler.analysis.stages_of_nodes import weight_gradients
 from zerofx.scheduler.cost.pipeline import (
     PipelineSeconds,
     StageSeconds,
-    choose_lags,
     lags_up_to,
     simulate_stages,
+    simulate_weights_apart,
     stage_seconds,
 )
 from zerofx.scheduler.cost.wire_volume import ACROSS, WITHIN
@@ -203,8 +203,7 @@ class ShortStages:
         stages = [total.seconds for total in totals]
         pipeline = simulate_stages(stages, self._num, by_turns=order.by_turns)
         if order.lags:
-            lags = choose_lags(stages, self._num, len(stages) - 1, [lag is not None for lag in order.lags])
-            apart = simulate_stages(stages, self._num, by_turns=True, lags=lags)
+            apart = simulate_weights_apart(stages, self._num, [lag is not None for lag in order.lags])
             pipeline = min(pipeline, apart, key=lambda seconds: seconds.step)
         return StepInStages(
             max(total.peak_bytes for total in totals), totals[0].within, totals[0].across, pipeline,
@@ -248,6 +247,6 @@ class ShortStages:
         return whole.plus(number / layers, less, more)
 
     def _simulate_stage(self, request: Request, captures: Captures, budget: int | None = None) -> StageTotals:
-        _, step, simulation = self.short.simulate(request, captures, budget)
+        step, simulation = self.short.simulate(request, captures, budget)
         sent, (seconds,) = simulation.node_wire_bytes, stage_seconds(step, simulation)
         return StageTotals(simulation.live.peaks["device"], sent[WITHIN], sent[ACROSS], seconds)

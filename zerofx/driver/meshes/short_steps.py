@@ -25,7 +25,6 @@ from zerofx.scheduler.cost.transfers import CollectiveKind
 from zerofx.scheduler.cost.wire_volume import ACROSS, WITHIN, seconds_along
 from zerofx.scheduler.plan.decisions import ShardingDecision
 from zerofx.scheduler.plan.mesh import Axes, Mesh
-from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.planner import make_plan
 from zerofx.scheduler.search.problem import BudgetMissedError, Problem
 
@@ -212,11 +211,10 @@ class ShortSteps:
         return whole
 
     def _simulate(self, request: Request, captures: Captures, budget: int | None) -> StepTotals:
-        _, step, simulation = self.simulate(request, captures, budget)
-        return _numbers_of(step, simulation)
+        return _numbers_of(*self.simulate(request, captures, budget))
 
-    def simulate(self, request: Request, captures: Captures, budget: int | None) -> tuple[Plan, StepGraph, Simulation]:
-        """The plan of a short step, or of a stage of one, within ``budget`` bytes if given, and its run on paper.
+    def simulate(self, request: Request, captures: Captures, budget: int | None) -> tuple[StepGraph, Simulation]:
+        """A short step, or a stage of one, planned within ``budget`` bytes if given, and its simulation.
 
         Raises:
             BudgetMissedError: no plan takes ``budget`` bytes.
@@ -229,7 +227,7 @@ class ShortSteps:
         problem = self._problem(request, prepared, budget)
         plan = make_plan(problem)
         problem = problem.replace_variants(prepared.adapt_to(plan), plan.num_micro_batches, by_layer=plan.by_layer)
-        return plan, *problem.rehearsal.simulate(plan)
+        return problem.rehearsal.simulate(plan)
 
     def _prepare(self, request: Request, captures: Captures) -> Prepared:
         prepared = prepare(request, captures, known=self._known)
