@@ -30,6 +30,7 @@ from zerofx.ir.graph import StepGraph
 from zerofx.ir.operators.table import facts_of
 from zerofx.ir.sharding.exchanges import RowMoves, inverse_of, is_order, moves_of
 from zerofx.ir.sharding.rule import dims_of, num_bytes, read_tensors, results_of, shape_of
+from zerofx.torch_private.tensors import use_mode_of
 
 _aten = torch.ops.aten
 _SCALES = frozenset({_aten.mul.Tensor, _aten.mul.Scalar})
@@ -46,7 +47,8 @@ class OrderRows:
     name: str = "order_rows"
 
     def run(self, step: StepGraph) -> None:
-        order_rows(step)
+        with use_mode_of(tensor(step.loss)):
+            order_rows(step)
 
 
 def order_rows(step: StepGraph) -> None:
