@@ -86,6 +86,11 @@ def _odd_tokens(generator: torch.Generator) -> tuple[tuple[Any, ...], dict[str, 
     return (torch.randn(NUM_TOKENS + 1, DIM, generator=generator).to(torch.bfloat16),), {}
 
 
+def _odd_lengths(generator: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    ids = torch.randint(0, 32, (4, 33), generator=generator)
+    return (), {"input_ids": ids, "labels": ids}
+
+
 def _transformer(model: Any, dtype: torch.dtype = torch.bfloat16, **sizes: int) -> Case:
     return replace(CASES["mixtral"], model=lambda: model(**sizes).to(dtype), optimizer=sgd)
 
@@ -109,6 +114,7 @@ def _routed(*options: Any) -> Case:
 
 MODELS = {
     "mixtral": _transformer(mixtral, intermediate_size=32),
+    "mixtral, odd lengths": replace(_transformer(mixtral, intermediate_size=32), batch=_odd_lengths),
     "olmoe": _transformer(olmoe),
     "deepseek v3": _transformer(deepseek_v3),
     "gpt oss": _transformer(gpt_oss),
