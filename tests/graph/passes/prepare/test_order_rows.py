@@ -53,7 +53,7 @@ def _captured(model: nn.Module, batch: Batch) -> StepGraph:
 def _moved(step: StepGraph) -> list[tuple[torch.dtype, int]]:
     """Dtypes of rows that calls move, and the elements of each row."""
     moves = ((node, moves_of(node)) for node in step.calls())
-    return [(tensor(node).dtype, tensor(node)[0].numel()) for node, found in moves if found is not None]
+    return [(tensor(node).dtype, tensor(node)[0].numel()) for node, each in moves if each is not None]
 
 
 def _results(step: StepGraph, graph: fx.Graph, model: nn.Module, batch: Batch) -> list[Tensor]:
