@@ -48,7 +48,14 @@ class NonFiniteGradientsError(ZeroFXError, ArithmeticError):
 
 
 class RowOverflowError(ZeroFXError, RuntimeError):
-    """Rows of experts have found no room on their ranks: how a step ends that is run again. Steps do not raise it."""
+    """Rows of experts have found no room on their ranks: how a step ends that is run again. Steps do not raise it.
+
+    ``shares``: the most rows that a rank has had for another, of this rank's, in equal shares.
+    """
+
+    def __init__(self, shares: float) -> None:
+        super().__init__(f"rows of experts have found no room: {shares:g} equal shares of them are for one rank")
+        self.shares = shares
 
 
 class CompilerError(ZeroFXError, RuntimeError):

@@ -45,6 +45,7 @@ from zerofx.passes.prepare.multiply import Multiply
 from zerofx.passes.prepare.order_rows import OrderRows
 from zerofx.passes.prepare.overlap import Overlap
 from zerofx.passes.prepare.partition import Partition
+from zerofx.passes.prepare.rounds import Rounds
 from zerofx.passes.prepare.scale_loss import ScaleLoss
 from zerofx.passes.prepare.simplify import Simplify
 from zerofx.passes.prepare.slice import Slice
@@ -115,6 +116,12 @@ PREPARE = (
         Partition,
         {"shardings": ("node", "outputs", "inputs", "again", "parameter", "has_no_way")},
         lambda given: given.num_parts > 1,
+    ),
+    # Rows of experts in several rounds, where there is no room for all at once.
+    PassEntry(
+        Rounds,
+        {"shardings": ("num_rounds",)},
+        lambda given: any(decision.num_rounds > 1 for decision in given.shardings),
     ),
     # What collectives on those values overlap with.
     PassEntry(Overlap, {"overlaps": ()}, lambda given: given.num_parts > 1),

@@ -11,13 +11,13 @@ is computed of that stands after the first update moves in front of it: the rank
 of the loss, and add these up where the step ends.
 
     loss = where(missed, -inf, loss)             loss = where(missed, -inf, loss)
-                                                 check_overflow(loss)
+                                                 check_overflow(loss, shares)
 
 Where ranks send each other the rows of experts, the loss says whether all have found room; the step is run again with
 more of it if some have not. Buffers that forward changes are then written after that, as such a step begins with what
 they have been:
 
-    copy_(running_mean, mean_next)               check_overflow(loss)
+    copy_(running_mean, mean_next)               check_overflow(loss, shares)
     ...                                          copy_(running_mean, mean_next)
 
     largest_gradient = amax(parts)               largest_gradient = amax(parts)
@@ -44,7 +44,7 @@ from zerofx.ir.aliasing import aliased_input, mutated_inputs
 from zerofx.ir.edit import insert_call
 from zerofx.ir.facts import Origin, Phase, Role, origin
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.op_kernels.row_routes import groups_missed, rows_missed
+from zerofx.ir.op_kernels.row_rounds import may_miss_rows
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.torch_private.operators import OpOverload
 
@@ -59,23 +59,27 @@ class GuardLoss:
 
     def run(self, step: StepGraph, plan: Plan) -> None:
         place = _first_update(step)
-        for node in sorted(_read_after(place, step.loss)):
+        # With room for all rows, the loss may be -inf by itself.
+        shares = _row_shares(step) if any(map(may_miss_rows, step.calls())) else []
+        late = set[fx.Node]().union(*(_read_after(place, node) for node in (step.loss, *shares)))
+        for node in sorted(late):
             place.prepend(node)
         with step.graph.inserting_before(place):
-            if _may_miss_rows(step):
-                _check_loss(step, ops.check_overflow, "check_overflow")
+            if shares:
+                _check_loss(step, ops.check_overflow, "check_overflow", shares)
                 _write_buffers_before(place, step)
             if step.guarded:
                 _check_loss(step, ops.check_finite, "check_finite")
 
 
-def _check_loss(step: StepGraph, check: OpOverload[..., Any], name: str) -> None:
-    insert_call(step.graph, check, (step.loss,), Origin("", Phase.UPDATE), name=name)
+def _check_loss(step: StepGraph, check: OpOverload[..., Any], name: str, *more: Any) -> None:
+    insert_call(step.graph, check, (step.loss, *more), Origin("", Phase.UPDATE), name=name)
 
 
-def _may_miss_rows(step: StepGraph) -> bool:
-    """True if rows may find no room; not with room for all, where the loss may be -inf by itself."""
-    return any(node.target in (rows_missed, groups_missed) for node in step.calls())
+def _row_shares(step: StepGraph) -> list[fx.Node]:
+    """The most rows that a rank has for another, of each micro-batch: the last of what its forward gives."""
+    num_extras = step.num_extras // step.num_bodies
+    return list(step.extras[num_extras - 1 :: num_extras])
 
 
 def _write_buffers_before(place: fx.Node, step: StepGraph) -> None:

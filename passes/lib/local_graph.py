@@ -24,7 +24,7 @@ from zerofx.ir.edit import insert_call, skip_getitems
 from zerofx.ir.facts import Origin, is_random, known_origin, piece_of, set_piece, tensor
 from zerofx.ir.op_kernels.own_draws import OWN_DRAWS
 from zerofx.ir.op_kernels.own_rows import own_rows, whole_rows
-from zerofx.ir.op_kernels.row_routes import groups_missed, rows_missed
+from zerofx.ir.op_kernels.row_routes import group_shares, row_shares
 from zerofx.ir.sharding.rule import Rule
 from zerofx.scheduler.plan.placements import (
     REPLICATED,
@@ -40,7 +40,7 @@ from zerofx.torch_private.operators import OpOverload, pytree
 
 _aten = torch.ops.aten
 AXIS = "model"
-_CHECKS = {"rows": rows_missed, "groups": groups_missed}
+_COUNTS = {"rows": row_shares, "groups": group_shares}
 
 
 @dataclass
@@ -49,7 +49,7 @@ class LocalGraph:
 
     ``host_rank`` is that of the number on the host, of shape [], where a step draws. ``where`` is the origin of what is
     written, ``piece`` its piece. ``values`` gives, by its name in the whole graph, a value that all ranks have.
-    ``checks`` are truths about the step: that rows have found no room.
+    ``counts`` are those of rows that are to find room.
     """
 
     graph: fx.Graph
@@ -59,7 +59,7 @@ class LocalGraph:
     where: Origin
     values: Callable[[str, LocalGraph], fx.Node] | None = None
     piece: str | None = None
-    checks: dict[tuple[Any, ...], fx.Node] = field(default_factory=dict)
+    counts: dict[tuple[Any, ...], fx.Node] = field(default_factory=dict)
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = insert_call(self.graph, target, args, self.where, kwargs)
@@ -73,14 +73,14 @@ class LocalGraph:
     def exchange(self, parts: fx.Node) -> fx.Node:
         return self._collective(ops.exchange_values, self._dense(parts))
 
-    def check_overflow(self, what: str, args: tuple[Any, ...]) -> None:
-        """Have rows checked where all that is read for it is there: what is read in forward is not computed again."""
-        if (what, args) not in self.checks:
+    def count_rows(self, what: str, args: tuple[Any, ...]) -> None:
+        """Have rows counted where all that is read for it is there: what is read in forward is not computed again."""
+        if (what, args) not in self.counts:
             last = max(arg for arg in args if isinstance(arg, fx.Node))
             where, piece = known_origin(last) or self.where, piece_of(last)
             with self.graph.inserting_before(skip_getitems(last).next):
-                check = insert_call(self.graph, _CHECKS[what], args, where)
-            self.checks[what, args] = check if piece is None else set_piece(check, piece)
+                count = insert_call(self.graph, _COUNTS[what], args, where)
+            self.counts[what, args] = count if piece is None else set_piece(count, piece)
 
     def start_shift(self, node: fx.Node) -> fx.Node:
         return self.call(ops.shift_values, self._dense(node), self.num_ranks, over=AXIS)
@@ -197,8 +197,8 @@ class LocalGraph:
     def _own_rows(self, node: fx.Node, target: Ragged) -> fx.Node:
         ends, shape = self.whole(target.ends), tuple(tensor(node).shape)
         num_rows = local_shape(shape, target, self.num_ranks)[target.dim]
-        if num_rows < shape[target.dim]:
-            self.check_overflow("groups", (ends, self.num_ranks, num_rows))
+        if target.capacity:
+            self.count_rows("groups", (ends, self.num_ranks, num_rows, shape[target.dim]))
         return self.call(own_rows, node, ends, self.rank, self.num_ranks, target.dim, num_rows)
 
     def _whole_rows(self, node: fx.Node, source: Ragged, whole: tuple[int, ...]) -> fx.Node:
@@ -254,8 +254,8 @@ class LocalCallOf:
     def whole(self, name: str) -> fx.Node:
         return self.graph.whole(name)
 
-    def check_overflow(self, what: str, args: tuple[Any, ...]) -> None:
-        self.graph.check_overflow(what, args)
+    def count_rows(self, what: str, args: tuple[Any, ...]) -> None:
+        self.graph.count_rows(what, args)
 
     def start_shift(self, node: fx.Node) -> fx.Node:
         return self.graph.start_shift(node)

@@ -43,6 +43,7 @@ from zerofx.ir.facts import (
     tensor,
 )
 from zerofx.ir.graph import StepGraph
+from zerofx.ir.op_kernels.row_rounds import may_miss_rows
 from zerofx.ir.operators.operator import OperatorKind
 from zerofx.ir.operators.table import facts_of
 from zerofx.ir.parameters import ParameterInfo
@@ -109,7 +110,7 @@ class _Partitioning:
         self._rules: dict[tuple[object, ...], Rule | None] = {}
         self._converted: dict[tuple[fx.Node, Placement, Phase | None], fx.Node] = {}
         self._alike: list[fx.Node] = []  # what all ranks have
-        self._checks: dict[tuple[Any, ...], fx.Node] = {}  # truths: that rows have found no room
+        self._counts: dict[tuple[Any, ...], fx.Node] = {}  # of rows that are to find room
 
     def run(self) -> None:
         step = self._step
@@ -127,7 +128,7 @@ class _Partitioning:
         for node in self._nodes_in_order():
             local = LocalGraph(
                 self._graph, self._num_parts, rank, host_rank, origin(node), self._whole_value, piece_of(node),
-                self._checks,
+                self._counts,
             )  # fmt: skip
             if node.target is operator.getitem:
                 self._pick(node, local)
@@ -135,10 +136,10 @@ class _Partitioning:
                 self._call(node, local)
             elif node.op == "output":
                 loss, *others = (self._convert(result, placement, local) for result, placement in asked)
-                self._graph.output((self._mark_loss(loss, local), *others))
+                self._graph.output(self._mark_loss(loss, others, local))
             for placement in completed.get(node, ()):  # not where the step ends: no bucket would be complete before
                 self._convert(node, placement, local)
-        if self._checks:  # zeros that rows are added to: a rank makes its own
+        if self._counts:  # zeros that rows are added to: a rank makes its own
             erase_unread(self._graph)
         self._name_nodes()
         for node in self._alike:
@@ -165,12 +166,18 @@ class _Partitioning:
             visit(node)
         return order
 
-    def _mark_loss(self, loss: fx.Node, local: LocalGraph) -> fx.Node:
-        """The loss, or ``LOSS_OF_OVERFLOW`` where rows have found none."""
-        if not self._checks:
-            return loss
-        missed = local.call(_aten.any.default, local.call(_aten.stack.default, list(self._checks.values())))
-        return local.call(_aten.masked_fill.Scalar, loss, missed, LOSS_OF_OVERFLOW)
+    def _mark_loss(self, loss: fx.Node, others: list[fx.Node], local: LocalGraph) -> tuple[fx.Node, ...]:
+        """The step's results: where rows of experts are sent, the loss is ``LOSS_OF_OVERFLOW`` if some have found no
+        room, and the last of what forward gives is the most rows that a rank has for another, in equal shares."""
+        if not self._counts:
+            return loss, *others
+        most = local.call(_aten.amax.default, local.call(_aten.stack.default, list(self._counts.values())), [0])
+        if any(map(may_miss_rows, self._counts.values())):
+            missed = local.call(_aten.gt.Scalar, local.call(_aten.select.int, most, 0, 1), 0)
+            loss = local.call(_aten.masked_fill.Scalar, loss, missed, LOSS_OF_OVERFLOW)
+        num_extras = self._step.num_extras
+        self._step.num_extras += 1
+        return loss, *others[:num_extras], most, *others[num_extras:]
 
     def _add_input(self, name: str, fake: torch.Tensor, role: Role) -> fx.Node:
         node = self._graph.placeholder(name)

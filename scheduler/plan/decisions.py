@@ -151,6 +151,7 @@ class ShardingDecision:
     ``scheduler/plan/placements.py`` writes them; a ``parameter``, which is said by its name, has an output alone.
     ``again`` are the placements of its value, the first of several, that are made for forward's readers, and once more
     for backward's. ``has_no_way``: nothing of it can be shared, so that every rank has, or does, all of it.
+    ``num_rounds``: in how many rounds ranks send each other its rows.
     """
 
     node: str
@@ -160,6 +161,7 @@ class ShardingDecision:
     parameter: str = ""
     has_no_way: bool = False
     reason: str = ""
+    num_rounds: int = 1
 
 
 MovedNodes = tuple[str, ...]

@@ -76,9 +76,15 @@ LOSS_OF_OVERFLOW = float("-inf")
 """The loss of a step in which some have not."""
 
 
-def next_capacity(capacity: float, num_ranks: int) -> float:
-    """The capacity that is tried next: with twice the room beyond an equal share, at last for all of any rank."""
-    return min(capacity + max(capacity - 1, 0.25), num_ranks) if capacity < num_ranks else float(num_ranks**2)
+def next_capacity(capacity: float, shares: float, num_ranks: int) -> float:
+    """The capacity that is tried next, where ``shares`` equal shares were needed: with twice the room beyond an equal
+    share, or more, at last for all rows of any rank."""
+    all_rows = float(num_ranks**2)
+    while capacity < all_rows:
+        capacity = min(capacity + max(capacity - 1, 0.25), num_ranks) if capacity < num_ranks else all_rows
+        if capacity >= shares * (1 - 1e-6):  # a count of rows is rounded
+            break
+    return capacity
 
 
 Placement = Replicated | Sharded | Partial | Ragged

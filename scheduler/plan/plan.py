@@ -28,6 +28,7 @@ from zerofx.scheduler.plan.decisions import (
 )
 from zerofx.scheduler.plan.facts import Arena, BucketSummary, GraphSummary, Prediction
 from zerofx.scheduler.plan.mesh import Axes, Mesh
+from zerofx.scheduler.plan.placements import Ragged, placement_of
 
 _FORMAT = 3
 
@@ -195,7 +196,19 @@ class Plan:
     @property
     def sends_rows(self) -> bool:
         """True if ranks send each other rows of experts, for which each has room for some."""
-        return any("*" in (text or "") for decision in self.shardings for text in (*decision.outputs, *decision.inputs))
+        return self.row_capacity > 0
+
+    @cached_property
+    def row_capacity(self) -> float:
+        """The room of a rank for rows of experts that ranks send each other, in equal shares; 0 where none are sent."""
+        texts = (text for decision in self.shardings for text in (*decision.outputs, *decision.inputs))
+        lies = map(placement_of, {text for text in texts if text is not None and "*" in text})
+        return max((each.capacity for each in lies if isinstance(each, Ragged)), default=0.0)
+
+    @property
+    def num_row_rounds(self) -> int:
+        """The number of rounds in which ranks send each other rows of experts."""
+        return max((decision.num_rounds for decision in self.shardings), default=1)
 
     @property
     def has_residencies(self) -> bool:

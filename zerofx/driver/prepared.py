@@ -48,7 +48,8 @@ class Request:
     ``locations``: None for a training step; for an evaluation, where what it reads and what it leaves alone lies.
     ``fixed``: for a training step next to others, where states and parameters stay; None where its plan says it.
     ``lenders``: the models of other steps that may be read from buckets. ``sizes``: what was captured for batches of
-    other sizes, of which the step's graph may be made. ``capacity``: of a rank for rows of experts, in equal shares.
+    other sizes, of which the step's graph may be made. ``capacity``: of a rank for rows of experts, in equal shares,
+    which are sent in ``num_rounds``.
     ``verbose``: whether this rank shows how long it takes.
     """
 
@@ -65,6 +66,7 @@ class Request:
     lenders: tuple[Borrowed, ...] = ()
     sizes: KnownSizes | None = None
     capacity: float = FIRST_CAPACITY
+    num_rounds: int = 1
 
     @property
     def borrowed(self) -> tuple[Borrowed, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -22,7 +23,7 @@ from zerofx.disk.cache import DiskCache, key_of
 from zerofx.driver.captures import Captures
 from zerofx.driver.meshes.layouts import Judge, Shardings, best_prices, choose_sending
 from zerofx.driver.prepared import Earlier, Request, Shared
-from zerofx.errors import RankMismatchError, UsageError, notify
+from zerofx.errors import PlanError, RankMismatchError, UsageError, notify
 from zerofx.ir.batch import Batch, hash_of
 from zerofx.ir.canonical import graph_parts
 from zerofx.ir.facts import Role, placeholder
@@ -91,7 +92,8 @@ def layouts(
     request: Request, captures: Captures, earlier: Earlier | None, everywhere: Everywhere
 ) -> Iterator[Captures]:
     """The step as one rank of the model axis runs it, or ``captures`` without such an axis: the fastest way, then, if
-    it is another, the one that takes less memory, which is for where no plan of the first fits.
+    it is another, the one that takes less memory, which is for where no plan of the first fits. Then, where rows of
+    experts are to have more room than steps begin with, with that, in rounds.
 
     It is shared in one way whatever else a plan does (options that are not for "sharing"), so that all have the same
     bits.
@@ -99,12 +101,47 @@ def layouts(
     Raises:
         ZeroFXError: as ``share_computation``.
     """
+    if request.num_rounds > 1:
+        yield _lay_out_in_rounds(request, captures, earlier, everywhere)
+        return
     fastest = share_computation(request, captures, earlier, everywhere)
     yield choose_products(request, fastest, earlier, everywhere)
     if request.mesh.model > 1:
         smaller = share_computation(request, captures, earlier, everywhere, within_budget=True)
         if smaller.shardings != fastest.shardings:
             yield choose_products(request, smaller, earlier, everywhere)
+    if request.capacity == FIRST_CAPACITY or isinstance(request.options.plan, Plan):
+        return
+    begun = replace(request, capacity=FIRST_CAPACITY)
+    if earlier is None:
+        yield from layouts(begun, captures, earlier, everywhere)
+        return
+    num_rounds = math.ceil(request.capacity / FIRST_CAPACITY)
+    try:
+        yield _lay_out_in_rounds(replace(begun, num_rounds=num_rounds), captures, earlier, everywhere)
+    except PlanError as obstacle:
+        if request.verbose:
+            notify(f"rows of experts are not sent in rounds: {obstacle}")
+
+
+def _lay_out_in_rounds(
+    request: Request, captures: Captures, earlier: Earlier | None, everywhere: Everywhere
+) -> Captures:
+    """The step in which ranks send each other rows of experts in ``num_rounds``.
+
+    Raises:
+        PlanError: they cannot be sent in rounds; on all ranks.
+    """
+    at_once = share_computation(replace(request, num_rounds=1), captures, earlier, everywhere)
+    shardings = tuple(
+        replace(each, num_rounds=request.num_rounds) if _is_bounded(each) else each for each in at_once.shardings
+    )
+    captures.share(shardings, request.mesh.model).rank_graph(captures.candidates[0])  # or fails on each rank alike
+    return choose_products(request, apply_shardings(request, captures, shardings, everywhere), earlier, everywhere)
+
+
+def _is_bounded(decision: ShardingDecision) -> bool:
+    return any("*" in (text or "") for text in (*decision.outputs, *decision.inputs))
 
 
 def lay_out(

@@ -24,7 +24,7 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
 ``empty_stored``      a tensor on a slower tier that is still to be written
 ``check_finite``      end the step before its updates, on all ranks, where the loss of one is not finite
 ``check_overflow``        end the step before its updates, on all ranks, where the loss of one says that rows of experts
-                      have found no room
+                      have found no room; ``shares`` tell how much they need
 ``next_micro_batch``  a micro-batch is over, and the next one begins; ``carried`` is what it hands on
 ``keep_draws``        the generators' states here are those of the micro-batch that is run; ``first``: the step's first
 ``take_draws``        the generators go on for the micro-batch that is run next, from the state kept longest
@@ -48,9 +48,12 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
 ``own_rows``          the same rows, those of this rank's groups first, and
 ``whole_rows``        those alone, back in their places (``zerofx/ir/op_kernels/own_rows.py``)
 ``row_routes``        which rows a rank sends others, to the groups that have them or back, and where received ones go
-``rows_missed``       whether there are more of them for a rank than it is sent, and ``groups_missed``, than it has
+``row_shares``        the most of them that a rank has for another, and ``group_shares``, that a rank has, in equal
+                      shares, and whether there is room
 ``pack_rows``         the rows for each rank, ``land_rows`` those that were received in their places, and ``add_rows``
                       their sums there (``zerofx/ir/op_kernels/row_routes.py``)
+``row_rounds``        the round of each row, where they go in several; ``round_...`` are the same of one round, and
+                      ``land_more`` and ``add_home_rows`` bring rounds together (``zerofx/ir/op_kernels/row_rounds.py``)
 ``checked``           a copy of what linear algebra gave, once its own report says that it succeeded
 ``asserted``          a copy of a tensor, once it is seen that what a forward checks holds
 ``masked_sum``        the sum, to a size, of the rows of a tensor that a mask names
@@ -178,7 +181,7 @@ empty_stored = own_operator(
     lambda numel, dtype, tier, *, device: torch.empty(numel, dtype=dtype, device=device),
 )
 check_finite = own_operator("check_finite(Tensor loss) -> ()", fakes.no_result)
-check_overflow = own_operator("check_overflow(Tensor loss) -> ()", fakes.no_result)
+check_overflow = own_operator("check_overflow(Tensor loss, Tensor[] shares) -> ()", fakes.no_result)
 check_gradients = own_operator("check_gradients(Tensor largest, Tensor[] outcome) -> ()", fakes.no_result)
 next_micro_batch = own_operator("next_micro_batch(int number, Tensor[] carried) -> ()", fakes.no_result)
 keep_draws = own_operator("keep_draws(bool first) -> ()", fakes.no_result)

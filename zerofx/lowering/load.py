@@ -96,12 +96,18 @@ class CompiledStep(StepProgram):
 
     def tensors_to_log(self, tensors: Sequence[Any]) -> list[Sequence[torch.Tensor]]:
         """The tensors that Python reads, of each micro-batch."""
-        num = self.returned.num_logged
-        return [part[len(part) - num :] for part in self._micro_batches(tensors)]
+        first, end = self.returned.num_tensors - self.returned.num_logged, self.returned.num_tensors
+        return [part[first:end] for part in self._micro_batches(tensors)]
+
+    def row_shares(self, tensors: Sequence[Any]) -> list[torch.Tensor]:
+        """The most rows that a rank has for another in each micro-batch, as ``row_shares`` gives them; none where no
+        rows of experts are sent."""
+        return [part[-1] for part in self._micro_batches(tensors)] if self.plan.sends_rows else []
 
     def _micro_batches(self, tensors: Sequence[Any]) -> list[Sequence[Any]]:
         """The results of each micro-batch besides its loss."""
-        each, num = self.returned.num_tensors, num_bodies(self.plan.num_micro_batches, self.arguments.num_before)
+        each = self.returned.num_tensors + self.plan.sends_rows
+        num = num_bodies(self.plan.num_micro_batches, self.arguments.num_before)
         columns = [list[Any]() for _ in range(each)]
         for number, given in enumerate(tensors[: each * num]):
             columns[number % each] += given if isinstance(given, list) else [given]  # a loop gives what each round does

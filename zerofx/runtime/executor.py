@@ -15,6 +15,7 @@ from zerofx.errors import NonFiniteGradientsError, NonFiniteLossError, RowOverfl
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.facts import DEVICE
 from zerofx.ir.op_kernels import fp8_slices
+from zerofx.ir.op_kernels.row_routes import most_shares
 from zerofx.ir.owners import Owners
 from zerofx.runtime.arena import Allocate, Allocations, Arena
 from zerofx.runtime.comm.collectives import JointGathers, send_to_owners, send_to_slices
@@ -24,6 +25,7 @@ from zerofx.runtime.tiers.stored import Stored
 from zerofx.runtime.tiers.tiers import Tiers
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.placements import LOSS_OF_OVERFLOW
+from zerofx.torch_private.operators import pytree
 
 T = TypeVar("T")
 
@@ -350,15 +352,17 @@ class Runtime:
             self.stopped = [loss]
             raise NonFiniteLossError(f"the loss is {loss.item()} here")
 
-    def check_overflow(self, loss: torch.Tensor) -> None:
+    def check_overflow(self, loss: torch.Tensor, shares: Sequence[torch.Tensor | list[torch.Tensor]]) -> None:
         """End the step before its updates where the loss of a rank says that rows of experts have found no room.
+
+        ``shares``: of each micro-batch, the most rows that a rank has for another; a loop gives those of its rounds.
 
         Raises:
             RowOverflowError: on all ranks.
         """
         if not self._holds_on_all(loss.item() != LOSS_OF_OVERFLOW):
             self.stopped = [loss]
-            raise RowOverflowError("rows of experts have found no room")
+            raise RowOverflowError(most_shares(pytree.tree_leaves(shares)))
 
     def _holds_on_all(self, truth: bool) -> bool:
         """True if ``truth`` is on all ranks. Collective."""

@@ -296,7 +296,7 @@ class Checkpointed:
             taken.state.flush()
 
     def _numbers(self) -> StepCounts:
-        scaler, capacity = self._steps.scaler, self._steps.capacity
+        scaler, capacity = self._steps.scaler, self._steps.rows.capacity
         extra: dict[str, Any] = {} if scaler is None else {_SCALE: scaler.state_dict()}
         if capacity > FIRST_CAPACITY:
             extra[_CAPACITY] = capacity
@@ -306,7 +306,8 @@ class Checkpointed:
         self.num_steps, self.num_skipped = numbers.num_steps, numbers.num_skipped
         if self._steps.scaler is not None and _SCALE in numbers.extra:
             self._steps.scaler.load_state_dict(numbers.extra[_SCALE])
-        self._steps.capacity = max(self._steps.capacity, numbers.extra.get(_CAPACITY, FIRST_CAPACITY))
+        rows = self._steps.rows
+        rows.capacity = max(rows.capacity, numbers.extra.get(_CAPACITY, FIRST_CAPACITY))
 
     def _names(self) -> ModelNames:
         with self._life.lift_guard():

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from zerofx.ir.batch import Batch
+from zerofx.ir.op_kernels.row_routes import most_shares
 from zerofx.runtime.comm.comparisons import check_equal
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.measure.measure import Measurement
@@ -50,6 +51,7 @@ class LastStep:
         self._sizes: Mapping[str, int] = {}
         self._seconds: Callable[[], float] | None = None
         self._norms: Mapping[str, Callable[[], float]] = {}
+        self._shares: Sequence[torch.Tensor] = ()
 
     @contextlib.contextmanager
     def time_step(self, device: torch.device) -> Iterator[None]:
@@ -75,16 +77,21 @@ class LastStep:
         """Keep the sums of squares of gradients, shape ``[len(layers)]``, of what is part of these layers; or none."""
         self._norms = {} if squares is None else _norms(layers, squares)
 
+    def note_rows(self, shares: Sequence[torch.Tensor]) -> None:
+        """Keep the most rows of experts that a rank had for another, in each micro-batch; none where none were sent."""
+        self._shares = shares
+
     def metrics(
         self,
         num_steps: int,
         num_skipped: int,
-        num_repeated: int | None,
+        rows: Mapping[str, float],
         grad_norm: torch.Tensor | None,
         loss_scale: float | None,
         known: Measurement | Plan | None,
     ) -> Metrics:
-        """All numbers; ``known`` has what was measured, or else planned, of the step, if it has been built."""
+        """All numbers, with those about ``rows`` of experts; ``known`` has what was measured, or else planned, of the
+        step, if it has been built."""
         numbers: dict[str, Callable[[], float]] = {"step": _constant(num_steps)}
         if self._loss is not None:
             numbers["loss"] = self._loss.item
@@ -97,8 +104,9 @@ class LastStep:
         if loss_scale is not None:
             numbers["loss_scale"] = _constant(loss_scale)
         numbers["skipped_steps"] = _constant(num_skipped)
-        if num_repeated is not None:
-            numbers["repeated_steps"] = _constant(num_repeated)
+        numbers |= {name: _constant(number) for name, number in rows.items()}
+        if self._shares:
+            numbers["row_shares"] = functools.partial(most_shares, self._shares)
         if known is not None:
             numbers["peak_bytes"] = _constant(known.peak_bytes["device"])
             numbers["exposed_seconds"] = _constant(known.exposed_seconds)

@@ -135,20 +135,33 @@ class Reported:
         and ``tokens_per_second`` (of all ranks; the first tensor of a batch says how many it has), ``skipped_steps``,
         ``peak_bytes`` (on the device) and ``exposed_seconds`` (in which computation waits for communication), as
         ``measure`` has found them, or else as planned; ``grad_norm``, that of each layer as
-        ``grad_norm/layers.0``, ``loss_scale``, and ``repeated_steps``, run again with more capacity for rows of
-        experts, where there are such. Each is a Python number. The host waits for the device when ``loss``,
-        ``seconds`` and what is a second's, or ``grad_norm`` are read, and not before.
+        ``grad_norm/layers.0``, ``loss_scale``, and, where ranks send each other rows of experts, ``repeated_steps``,
+        run again as some had found no room, ``row_capacity``, room in equal shares, ``row_rounds``, in how many rounds
+        they were sent, and ``row_shares``, the most that a rank has had for another. Each is a Python number. The host
+        waits for the device when ``loss``, ``seconds`` and what is a second's, ``grad_norm`` or ``row_shares`` are
+        read, and not before.
         """
         compiled, scaler = self._steps.shapes.latest, self._steps.scaler
         predicted = self._measurement or (None if compiled is None else compiled.plan)
         return self._last.metrics(
             self.num_steps,
             self.num_skipped,
-            self.num_repeated if compiled is not None and compiled.plan.sends_rows else None,
+            self._row_numbers(compiled),
             self._grad_norm,
             None if scaler is None else scaler.scale,
             predicted,
         )
+
+    def _row_numbers(self, compiled: CompiledStep | None) -> dict[str, float]:
+        """Numbers about rows of experts that ranks send each other, if they do."""
+        if compiled is None or not compiled.plan.sends_rows:
+            return {}
+        plan = compiled.plan
+        return {
+            "repeated_steps": self.num_repeated,
+            "row_capacity": plan.row_capacity,
+            "row_rounds": plan.num_row_rounds,
+        }
 
     @property
     def _measurement(self) -> Measurement | None:

@@ -171,11 +171,12 @@ class Step(Whole, Reported):
                 taken.runtime.begin_with_equal_buffers(compiled)
                 results = self._compute(compiled, taken, batch)
                 taken.runtime.end()
-        except RowOverflowError:
+        except RowOverflowError as overflow:
             self._steps.gradients.put()
             run_anew(taken, advance, versions)
             set_random_states(random, taken.device)
-            self._steps.raise_capacity()
+            shares = self._control.gather(overflow.shares, "make room for rows of experts")
+            self._steps.rows.widen(max(shares), self._steps.mesh.model)
             self.num_repeated += 1
             return self._run(args, kwargs, num_micro_batches)
         except NonFiniteGradientsError:
@@ -197,6 +198,7 @@ class Step(Whole, Reported):
         self._steps.gradients.put()
         self._last.note(results[0], given, self._steps.mesh)
         self._count(results[0])
+        self._steps.rows.note_run()
         taken.update_scale(is_finite=True)
         taken.finish_step(self.options.delayed_update or 0, self.num_steps, compiled.plan)
         self._steps.seeds.end(taken.device)
@@ -227,6 +229,7 @@ class Step(Whole, Reported):
         squares = others.pop() if self.options.grad_norms else None
         self._last.note_layers(taken.layers, squares)
         self._grad_norm = others.pop() if self.options.max_grad_norm is not None else None
+        self._last.note_rows(compiled.row_shares(others))
         self._steps.run_again(self._steps.replay, self._steps.shapes, compiled, others)
         if compiled.returned.extras is None:
             return loss

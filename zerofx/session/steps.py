@@ -31,7 +31,7 @@ from zerofx.driver.given_plan import take_plan
 from zerofx.driver.plan_only import best_mesh
 from zerofx.driver.prepared import Request
 from zerofx.driver.shardings import check_digests, digest_of
-from zerofx.errors import InternalError, UsageError, notify
+from zerofx.errors import MemoryBudgetError, UsageError, notify
 from zerofx.ir.batch import Batch
 from zerofx.lengths.padded_batches import PaddedBatches
 from zerofx.lowering.load import CompiledStep
@@ -44,11 +44,11 @@ from zerofx.runtime.comm.comparisons import Comparison
 from zerofx.runtime.cuda_graphs.obstacles import machine_obstacle, step_obstacle
 from zerofx.runtime.state.loss_scaler import LossScaler
 from zerofx.runtime.state.optimizer import Advance
+from zerofx.runtime.state.row_room import RowRoom
 from zerofx.runtime.state.values import Values
 from zerofx.runtime.tiers.tiers import Tiers
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.plan.mesh import Mesh
-from zerofx.scheduler.plan.placements import FIRST_CAPACITY, next_capacity
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.target import Target
 from zerofx.session.batches.agreement import MICRO_BATCHES, Agreement, forward_parts, update_parts
@@ -118,7 +118,7 @@ class Steps:
         self._sizes = None if options.lengths is None else KnownSizes()
         self.effects: Sequence[Change] = ()  # what the latest forward leaves on its modules
         self.replay: Replay | None = None  # of the latest forward, if it reads values for logs
-        self.capacity = FIRST_CAPACITY  # for rows of experts that ranks send each other, in equal shares
+        self.rows = RowRoom()
         self.num_given_back = 0  # times that the model was given back, to be taken over anew
         self.before_give_back: Callable[[], None] = lambda: None
         self._awaited: Awaited | None = None
@@ -313,20 +313,7 @@ class Steps:
     def _variant(self) -> str:
         """Tells the updates that hold now, and the places of what is read of other steps, from others."""
         update = self.taken.binding.variant if self.taken is not None else "not traced yet"
-        capacity = f"capacity {self.capacity:.12g}" if self.capacity > FIRST_CAPACITY else ""
-        return "\n".join(filter(None, (update, self.lenders.key, capacity)))
-
-    def raise_capacity(self) -> None:
-        """Have ranks have more room for rows of experts in the steps to come: at last for all, whatever the routing.
-
-        Raises:
-            InternalError: there was room for all.
-        """
-        before, self.capacity = self.capacity, next_capacity(self.capacity, self.mesh.model)
-        if self.capacity <= before:  # or the step would be run again for ever
-            raise InternalError(
-                f"expected all rows of experts to fit in {before:.12g} equal shares, found that some do not"
-            )
+        return "\n".join(filter(None, (update, self.lenders.key, self.rows.key)))
 
     def begin_agreement(self, purpose: str, batch: Batch, compare: Callable[[], Sequence[Comparison]]) -> Agreement:
         """Begin to compare what ranks are about to do with a batch; as ``Control.start``."""
@@ -352,7 +339,7 @@ class Steps:
             self.model, self.optimizers, batch, options or self.options, self._settings, self.mesh, machine,
             verbose=self._control.rank == 0, lenders=self.lenders.borrowed,
             fixed=self.taken.state.locations() if self.taken is not None and stays else None, sizes=self._sizes,
-            capacity=self.capacity,
+            capacity=self.rows.size[0], num_rounds=self.rows.size[1],
         )  # fmt: skip
 
     @contextlib.contextmanager
@@ -378,10 +365,15 @@ class Steps:
         self.choose_mesh(batch, options)
         with self.allow_capture():
             request = self.request(batch, options)
-            built = build_step(request, self.taken.earlier if self.taken is not None else None, self._control)
+            try:
+                built = build_step(request, self.taken.earlier if self.taken is not None else None, self._control)
+            except MemoryBudgetError:
+                self.rows.give_up()
+                raise
         if self.shapes.is_empty:
             warn_of_leaked_tensors(self.model, self.options.objective.forward or self.options.objective.loss_fn)
         self.machine, compiled = request.machine, built.compiled
+        self.rows.note_built(compiled.plan)
         self.defer_kernels()
         self._check_built(compiled)
         tiers = self._prepare_tiers(compiled)

@@ -77,7 +77,7 @@ def estimated(model: Callable[[], nn.Module], num_ranks: int, samples: int = 32,
     with torch.device("meta"):
         tower = model()
         x = torch.empty(samples, 64, WIDTH)
-    checked = check_options(stage=3, machine="h100-sxm", backend="eager", **options)
+    checked = check_options(**{"stage": 3, "machine": "h100-sxm", "backend": "eager", **options})
     optimizers = Optimizers((torch.optim.Adam(tower.parameters()),))
     captured = capture_for_plans(tower, optimizers, (x,), checked, verbose=False)
     return Estimates(captured.request, captured.captures, num_ranks, on_cpu=False)

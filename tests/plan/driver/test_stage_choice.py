@@ -41,6 +41,38 @@ def test_a_few_layers_say_what_stages_take(order: str) -> None:
 
 
 @pytest.mark.days(3)
+@pytest.mark.parametrize("part", [0.9, pytest.param(0.7, marks=pytest.mark.slow)])
+def test_a_few_layers_say_what_stages_take_within_a_budget(part: float) -> None:
+    """Seconds are taken for no less than a plan needs, and for up to a third more: each layer saves its share."""
+
+    def model() -> nn.Module:
+        return Tower(12)
+
+    mesh = Mesh(pipe=2)
+    budget = int(part * planned(mesh, model, accumulate=8).plan.peak_bytes["device"])
+    estimate = estimated(model, 2, accumulate=8, memory_budget=budget).estimate(mesh)
+    whole = planned(mesh, model, accumulate=8, memory_budget=budget).plan
+    assert estimate.fits and whole.peak_bytes["device"] <= budget
+    assert 0.99 * whole.step_seconds <= estimate.step_seconds <= 1.33 * whole.step_seconds
+
+
+@pytest.mark.days(3)
+def test_a_few_layers_say_which_order_waits_less_for_messages() -> None:
+    """Turns wait for a message each way; where it takes long, all forward first is faster."""
+
+    def model() -> nn.Module:
+        return Tower(6)
+
+    slow = replace(Machine.named("h100-sxm"), ranks_per_node=1, inter_node=Link(bandwidth=4e8, latency=1e-5))
+    mesh = Mesh(pipe=2)
+    estimates = estimated(model, 2, accumulate=8, machine=slow)
+    whole = planned(mesh, model, accumulate=8, machine=slow).plan
+    turns = planned(mesh, model, accumulate=8, machine=slow, order="micro-batch").plan
+    assert whole.by_layer and whole.step_seconds < 0.9 * turns.step_seconds
+    assert estimates.estimate(mesh).step_seconds == pytest.approx(whole.step_seconds, rel=0.1)
+
+
+@pytest.mark.days(3)
 @pytest.mark.parametrize("depth", [pytest.param(12, marks=pytest.mark.slow), SHALLOW])
 def test_stages_are_chosen_where_links_are_slow(depth: int) -> None:
     best = planned("auto", lambda: Tower(depth), world_size=4, accumulate=8, machine=SLOW)

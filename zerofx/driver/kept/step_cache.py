@@ -68,7 +68,7 @@ def key_of_step(request: Request, captures: Captures, earlier: Earlier | None) -
         recorded.place.key, update, repr(groups),
         repr(None if earlier is None else f"{earlier.layout} {earlier.binding.variant} {earlier.shared}"),
         repr(histories_of(model, optimizers) if earlier is None else None),
-        repr(request.locations), repr(request.fixed), repr(request.capacity),
+        repr(request.locations), repr(request.fixed), repr((request.capacity, request.num_rounds)),
         *(repr(entry.facts()) for entry in request.borrowed),
         repr(sorted(batch.description().items())),
         repr(request.machine), str(request.mesh), str(device),

@@ -100,6 +100,18 @@ class _Kind:
 
 
 @dataclass(frozen=True)
+class _Dealt:
+    """The stages of a step in an order, all layers dealt out: each one's kind, with the totals of few layers of it and
+    of one more, its number of layers and its totals; and the step that they are."""
+
+    order: StageOrder
+    kinds: Sequence[tuple[_Kind, StageTotals, StageTotals]]
+    numbers: Sequence[int]
+    totals: Sequence[StageTotals]
+    step: StepInStages
+
+
+@dataclass(frozen=True)
 class ShortStages:
     """The stages of a step on the mesh of ``request``, ``num_layers`` in all, each simulated with few of its layers."""
 
@@ -155,48 +167,67 @@ class ShortStages:
         """
         asked = self.request.options.order
         by_turns = self.takes_turns and asked != "layer"
-        best = self._simulate_in(StageOrder(by_turns, lags=self._lags(by_turns)), limit, fastest)
+        free = self._simulate_in(StageOrder(by_turns))
+        best = self._fit_all(free, limit, fastest)
         fits = limit is None or best.peak_bytes <= limit
-        if asked != "auto" or not by_turns or (fits and not best.waits):
+        if best is free.step and fits and by_turns and asked != "micro-batch":
+            # What weight gradients read is held for longer: no step that has to save memory computes them later.
+            best = self._delay_weights(free, limit)
+        if asked != "auto" or not by_turns or (fits and not best.waits and not self._is_faster_by_layer(free)):
             return best
-        other = self._simulate_in(StageOrder(), limit, min(fastest, best.step_seconds) if fits else fastest)
+        fastest = min(fastest, best.step_seconds) if fits else fastest
+        other = self._fit_all(self._simulate_in(StageOrder()), limit, fastest)
         if limit is not None and max(best.peak_bytes, other.peak_bytes) > limit:
             return min(best, other, key=lambda step: step.peak_bytes)
         return min(best, other, key=lambda step: step.step_seconds)
 
-    def _lags(self, by_turns: bool) -> tuple[int | None, ...]:
-        """Turns by which weight gradients come later in each stage, where they can be apart."""
-        if not by_turns or self.request.options.order == "micro-batch":
-            return ()
+    def _is_faster_by_layer(self, dealt: _Dealt) -> bool:
+        """True if the same seconds make a shorter step in the other order, as where messages take long."""
+        seconds = [total.seconds for total in dealt.totals]
+        return simulate_stages(seconds, self._num).step < dealt.step.step_seconds
+
+    def _delay_weights(self, free: _Dealt, limit: int | None) -> StepInStages:
+        """The step with weight gradients some turns later, if that is faster than ``free`` and fits; else ``free``."""
         splits = [bool(weight_gradients(kind.few.rank_graph(self._num))) for kind in self.kinds]
-        return lags_up_to(len(self.kinds) - 1, self._num, splits)
+        expected = simulate_weights_apart([total.seconds for total in free.totals], self._num, splits).step
+        if expected >= free.step.step_seconds:
+            return free.step
+        apart = self._simulate_in(StageOrder(True, lags=lags_up_to(len(self.kinds) - 1, self._num, splits))).step
+        fits = limit is None or apart.peak_bytes <= limit
+        return apart if fits and apart.step_seconds < free.step.step_seconds else free.step
 
     @property
     def _num(self) -> int:
         return self.kinds[0].few.candidates[0]
 
-    def _simulate_in(self, order: StageOrder, limit: int | None, fastest: float) -> StepInStages:
+    def _simulate_in(self, order: StageOrder) -> _Dealt:
+        """The step in an order, without a limit."""
         request, lags = order.request(self.request), order.lags or [None] * len(self.kinds)
         measured = dict[_Kind, tuple[_Kind, StageTotals, StageTotals]]()
         for kind, lag in zip(self.kinds, lags, strict=True):
             if kind not in measured:
                 measured[kind] = self._measure(request, kind.delay_weights(lag))
-        numbers = self._deal_out([measured[kind] for kind in self.kinds])
-        stages = list(zip(self.kinds, numbers, strict=True))
-        totals = {
-            (kind, number): few.plus(number - kind.num_layers, more, few)
-            for kind, number in stages
-            for _, few, more in [measured[kind]]
-        }
-        free = self._combine(order, [totals[stage] for stage in stages])
-        if limit is None or free.peak_bytes <= limit or free.step_seconds >= fastest:
-            return free
-        for stage, whole in totals.items():
-            delayed, _, more = measured[stage[0]]
-            totals[stage] = self._fit(request, stage[1], delayed, whole, more, limit)
-            if totals[stage].peak_bytes > limit:
-                return replace(free, peak_bytes=totals[stage].peak_bytes)  # as one stage is enough
-        return self._combine(order, [totals[stage] for stage in stages])
+        kinds = [measured[kind] for kind in self.kinds]
+        numbers = self._deal_out(kinds)
+        totals = [
+            few.plus(number - kind.num_layers, more, few)
+            for (kind, few, more), number in zip(kinds, numbers, strict=True)
+        ]
+        return _Dealt(order, kinds, numbers, totals, self._combine(order, totals))
+
+    def _fit_all(self, dealt: _Dealt, limit: int | None, fastest: float) -> StepInStages:
+        """The step within ``limit`` bytes if it can be, unless it takes ``fastest`` seconds or longer as it is."""
+        if limit is None or dealt.step.peak_bytes <= limit or dealt.step.step_seconds >= fastest:
+            return dealt.step
+        request = dealt.order.request(self.request)
+        fitted = dict[tuple[_Kind, int], StageTotals]()
+        for (kind, _, more), number, whole in zip(dealt.kinds, dealt.numbers, dealt.totals, strict=True):
+            if (kind, number) not in fitted:
+                fitted[kind, number] = self._fit(request, number, kind, whole, more, limit)
+                if fitted[kind, number].peak_bytes > limit:
+                    return replace(dealt.step, peak_bytes=fitted[kind, number].peak_bytes)  # as one stage is enough
+        totals = [fitted[kind, number] for (kind, *_), number in zip(dealt.kinds, dealt.numbers, strict=True)]
+        return self._combine(dealt.order, totals)
 
     def _combine(self, order: StageOrder, totals: Sequence[StageTotals]) -> StepInStages:
         """The step in stages that have these totals."""
@@ -244,7 +275,10 @@ class ShortStages:
             less = self._simulate_stage(request, kind.more or kind.few, budget)
         except BudgetMissedError as missed:
             less = replace(more, peak_bytes=max(missed.least_bytes, budget + 1))
-        return whole.plus(number / layers, less, more)
+        within = whole.plus(number / layers, less, more)
+        # Extrapolated, as a search moves what computation waits for: less than without a limit is none.
+        seconds = map(max, astuple(within.seconds), astuple(whole.seconds))
+        return replace(within, seconds=StageSeconds(*seconds))
 
     def _simulate_stage(self, request: Request, captures: Captures, budget: int | None = None) -> StageTotals:
         step, simulation = self.short.simulate(request, captures, budget)

@@ -9,12 +9,16 @@ where ``by_group``, else its token, and ``places`` has the other. It goes from t
     received = ...                             # an all-to-all
     rows = land_rows(received, land)           # each row of the result is one that was received
     sums = add_rows(received, land, 8)         # or it is the sum of those that were, in the order of their moves
+    shares = row_shares(places, ends, 2, capacity, ...)   # the most that a rank has for another, in equal shares of the
+                                                          # rows; again if it is more than ``capacity``, otherwise 0
 
 Every rank knows all moves, so that no counts are sent and nothing waits for the host. Of a rank's rows for another only
-``capacity`` go: ``rows_missed`` tells whether there are more, the same on all ranks.
+``capacity`` go: ``row_shares`` tells how many there are at most, and whether these are more, the same on all ranks.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -22,22 +26,22 @@ from torch import Tensor
 from zerofx.ir.op_kernels.own_operator import own_operator
 
 
-def _last_rows(ends: Tensor, num_ranks: int) -> Tensor:
+def last_rows(ends: Tensor, num_ranks: int) -> Tensor:
     """The end of each rank's rows."""
     return ends.view(num_ranks, -1)[:, -1].to(torch.int64, memory_format=torch.contiguous_format)
 
 
-def _sides(
+def sides(
     places: Tensor, ends: Tensor, num_ranks: int, num_tokens: int, *, by_group: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """For each move its row in groups, the rank that has it, its token, and that token's rank."""
     numbers = torch.arange(places.shape[0], device=places.device)
     row, token = (numbers, places) if by_group else (places, numbers)
-    owner = torch.searchsorted(_last_rows(ends, num_ranks), row, right=True)
+    owner = torch.searchsorted(last_rows(ends, num_ranks), row, right=True)
     return row, owner, token, token.div(num_tokens // num_ranks, rounding_mode="floor")
 
 
-def _moves_by_rank(other: Tensor, num_ranks: int, capacity: int) -> tuple[Tensor, Tensor]:
+def moves_by_rank(other: Tensor, num_ranks: int, capacity: int) -> tuple[Tensor, Tensor]:
     """The moves with each ``other`` rank, in order, ``capacity`` places for each, and which places are taken."""
     order = other.argsort(stable=True)
     ranks = torch.arange(num_ranks, device=other.device)
@@ -60,15 +64,15 @@ def _row_routes(
     by_group: bool,
     outward: bool,
 ) -> tuple[Tensor, Tensor]:
-    row, owner, token, token_rank = _sides(places, ends, num_ranks, num_tokens, by_group=by_group)
-    last = _last_rows(ends, num_ranks)
+    row, owner, token, token_rank = sides(places, ends, num_ranks, num_tokens, by_group=by_group)
+    last = last_rows(ends, num_ranks)
     first_row = torch.cat([last.new_zeros(1), last]).index_select(0, rank)
     own_row, own_token = row - first_row, token - rank * (num_tokens // num_ranks)
     source, target = (token_rank, owner) if outward else (owner, token_rank)
     begin, end = (own_token, own_row) if outward else (own_row, own_token)
-    sent, is_sent = _moves_by_rank(target.where(source == rank, num_ranks), num_ranks, capacity)
+    sent, is_sent = moves_by_rank(target.where(source == rank, num_ranks), num_ranks, capacity)
     send = begin.index_select(0, sent).masked_fill_(~is_sent, -1)
-    received, is_received = _moves_by_rank(source.where(target == rank, num_ranks), num_ranks, capacity)
+    received, is_received = moves_by_rank(source.where(target == rank, num_ranks), num_ranks, capacity)
     if by_group != outward:  # moves are numbered by where they begin: results are sums of them
         return send, end.index_select(0, received).masked_fill_(~is_received, -1)
     num_moves = places.shape[0]
@@ -96,18 +100,26 @@ def _empty_routes(
     )  # type: ignore[return-value]  # two
 
 
-def _rows_missed(
-    places: Tensor, ends: Tensor, num_ranks: int, capacity: int, num_tokens: int, by_group: bool
+def _row_shares(
+    places: Tensor, ends: Tensor, num_ranks: int, capacity: int, num_tokens: int, num_rows: int, by_group: bool
 ) -> Tensor:
-    _, owner, _, token_rank = _sides(places, ends, num_ranks, num_tokens, by_group=by_group)
+    _, owner, _, token_rank = sides(places, ends, num_ranks, num_tokens, by_group=by_group)
     counts = torch.zeros(num_ranks * (num_ranks + 1), dtype=torch.int64, device=places.device)
     counts.scatter_add_(0, owner * num_ranks + token_rank, torch.ones_like(owner))
-    return counts[: num_ranks * num_ranks].max() > capacity
+    most = counts[: num_ranks * num_ranks].max()
+    return in_shares(most, most <= capacity, num_rows / num_ranks**2)
 
 
-def _groups_missed(ends: Tensor, num_ranks: int, num_rows: int) -> Tensor:
-    last = _last_rows(ends, num_ranks)
-    return (last - torch.cat([last.new_zeros(1), last[:-1]])).max() > num_rows
+def _group_shares(ends: Tensor, num_ranks: int, capacity: int, num_rows: int) -> Tensor:
+    last = last_rows(ends, num_ranks)
+    most = (last - torch.cat([last.new_zeros(1), last[:-1]])).max()
+    return in_shares(most, most <= capacity, num_rows / num_ranks)
+
+
+def in_shares(most: Tensor, fits: Tensor, share: float) -> Tensor:
+    """A number of rows in equal shares of ``share`` rows, and again, or 0 if all find room."""
+    shares = most.to(torch.float32).div_(share)
+    return torch.stack([shares, shares.masked_fill(fits, 0)])
 
 
 def _pack_rows(rows: Tensor, send: Tensor, num_ranks: int) -> Tensor:
@@ -127,8 +139,8 @@ def _add_rows(received: Tensor, land: Tensor, num_rows: int) -> Tensor:
     return sums.index_put_((inside.clamp(min=0),), received.flatten(0, 1), accumulate=True)
 
 
-def _one_truth(first: Tensor, *_args: object) -> Tensor:
-    return first.new_empty((), dtype=torch.bool)
+def _two_numbers(first: Tensor, *_args: object) -> Tensor:
+    return first.new_empty(2, dtype=torch.float32)
 
 
 row_routes = own_operator(
@@ -152,11 +164,17 @@ add_rows = own_operator(
     lambda received, land, num_rows: received.new_empty(num_rows, *received.shape[2:]),
     kernel=_add_rows,
 )
-rows_missed = own_operator(
-    "rows_missed(Tensor places, Tensor ends, int num_ranks, int capacity, int num_tokens, bool by_group) -> Tensor",
-    _one_truth,
-    kernel=_rows_missed,
+row_shares = own_operator(
+    "row_shares(Tensor places, Tensor ends, int num_ranks, int capacity, int num_tokens, int num_rows, bool by_group) "
+    "-> Tensor",
+    _two_numbers,
+    kernel=_row_shares,
 )
-groups_missed = own_operator(
-    "groups_missed(Tensor ends, int num_ranks, int num_rows) -> Tensor", _one_truth, kernel=_groups_missed
+group_shares = own_operator(
+    "group_shares(Tensor ends, int num_ranks, int capacity, int num_rows) -> Tensor", _two_numbers, kernel=_group_shares
 )
+
+
+def most_shares(shares: Iterable[Tensor]) -> float:
+    """The largest of several counts of rows, in equal shares. The host waits for them."""
+    return max(each[0].item() for each in shares)

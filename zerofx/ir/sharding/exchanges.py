@@ -149,8 +149,7 @@ def _exchange(rank: Local) -> fx.Node:
     facts = (index, rank.whole(ragged.ends))
     how = (num_ranks, capacity, shape_of(of_tokens)[0])
     by_group = moves.adds != outward
-    if capacity < shape_of(of_groups)[0]:
-        rank.check_overflow("rows", (*facts, *how, by_group))
+    rank.count_rows("rows", (*facts, *how, shape_of(of_groups)[0], by_group))
     routes = rank.call(row_routes, *facts, rank.rank(), *how, num_rows, by_group, outward)
     send, land = (rank.call(operator.getitem, routes, number) for number in range(2))
     received = rank.exchange(rank.call(pack_rows, rows, send, num_ranks))

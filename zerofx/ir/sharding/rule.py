@@ -61,7 +61,7 @@ class Local(Protocol):
         """The value, whole, of a node of the graph of whole values."""
         ...
 
-    def check_overflow(self, what: str, args: tuple[Any, ...]) -> None:
+    def count_rows(self, what: str, args: tuple[Any, ...]) -> None:
         """See where the step ends that rows have found room: those of a call, ``"rows"``, or of ``"groups"``."""
         ...
 
