@@ -22,7 +22,7 @@ from zerofx.scheduler.cost.machine import Link
 
 CLIPPED = (("max_grad_norm", 0.1),)
 TURNS, FIRST, APART = ("order", "micro-batch"), ("order", "layer"), ("order", "zero-bubble")
-CHUNKS = ("order", "interleaved")
+CHUNKS, ROUNDS = ("order", "interleaved"), ("order", "round-robin")
 # On which a byte takes longer than all that a step computes.
 SLOW = replace(Machine.named("cpu"), intra_node=Link(bandwidth=1.0, latency=1e-6))
 ON_TWO = [
@@ -80,6 +80,25 @@ MORE_IN_CHUNKS = [
     ],
     [Run("deep", {"pipe": 4}, 4, (("stage", 0), CHUNKS), steps=3)],
 ]
+IN_ROUNDS = [
+    [
+        Run("gpt", {"pipe": 2}, 8, (*CLIPPED, ("grad_norms", True), ROUNDS), steps=3),
+        Run("llama", {"pipe": 2}, 2, (("stage", 0), ROUNDS), steps=3),
+        Run("gpt2", {"pipe": 2}, 6, (*CLIPPED, ROUNDS), steps=3),
+        Run("norms", {"pipe": 2}, 5, (ROUNDS,), steps=3),
+        Run("dropout", {"pipe": 2}, 8, (("stage", 0), ROUNDS), steps=3),
+    ],
+    [Run("deep", {"pipe": 4}, 9, (*CLIPPED, ROUNDS), steps=3)],
+]
+MORE_IN_ROUNDS = [
+    [
+        Run("dropout", {"pipe": 2}, 3, (*CLIPPED, ("recompute", "full"), ROUNDS), steps=2),
+        Run("u-net", {"pipe": 2}, 7, (ROUNDS,), steps=3),
+        Run("telling", {"pipe": 2}, 6, (ROUNDS,), steps=3),
+        Run("gpt", {"pipe": 2}, 1, (*CLIPPED, ROUNDS), steps=3),
+    ],
+    [Run("deep", {"pipe": 4}, 3, (("stage", 0), ROUNDS), steps=3)],
+]
 
 
 def _nightly(runs: list[Run]) -> list[Any]:
@@ -129,6 +148,17 @@ def test_weight_gradients_some_turns_later_have_the_bits_of_one_process(num_rank
     ],
 )
 def test_stages_of_two_chunks_have_the_bits_of_one_process(num_ranks: int, runs: list[Run]) -> None:
+    check_runs(runs, num_ranks, [train_runs([run.on(None) for run in runs])])
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "runs"),
+    [
+        *zip((2, 4), IN_ROUNDS, strict=True),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in zip((2, 4), MORE_IN_ROUNDS, strict=True)),
+    ],
+)
+def test_stages_in_rounds_have_the_bits_of_one_process(num_ranks: int, runs: list[Run]) -> None:
     check_runs(runs, num_ranks, [train_runs([run.on(None) for run in runs])])
 
 
