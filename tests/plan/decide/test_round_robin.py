@@ -85,7 +85,7 @@ def test_what_is_sent_is_held_until_the_next_chunk_of_the_stage_has_what_follows
     assert messages == list(itertools.chain(*forward, *backward))
 
 
-@pytest.mark.days(3)
+@pytest.mark.slow
 def test_parameters_on_the_host_are_dealt_round_robin_where_that_is_faster() -> None:
     budget = 950_000
     options: dict[str, Any] = {"memory_budget": budget, "offload": "host"}

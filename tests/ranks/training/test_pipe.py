@@ -224,11 +224,14 @@ def _go_on(run: Run, folder: Path, *, save: bool) -> Outcome | None:
 
 @pytest.mark.days(3)
 @pytest.mark.parametrize("to_stages", [True, False])
-@pytest.mark.parametrize(("model", "optimizer"), [("gpt2", "AdamW"), ("norms", "AdamW"), ("matrices", "Muon")])
+@pytest.mark.parametrize(
+    ("model", "optimizer", "options"),
+    [("gpt2", "AdamW", ()), ("norms", "AdamW", ()), ("matrices", "Muon", ()), ("dropout", "AdamW", (ROUNDS,))],
+)
 def test_checkpoints_go_between_stages_and_one_process(
-    model: str, optimizer: str, tmp_path: Path, *, to_stages: bool
+    model: str, optimizer: str, options: tuple[Any, ...], tmp_path: Path, *, to_stages: bool
 ) -> None:
-    run = Run(model, {"pipe": 2}, 2, steps=4, optimizer=optimizer)
+    run = Run(model, {"pipe": 2}, 2, options, steps=4, optimizer=optimizer)
     alone = run.on(None)
     if to_stages:
         _go_on(alone, tmp_path, save=True)
@@ -303,6 +306,7 @@ def _evaluate(runs: list[Run]) -> list[tuple[list[Tensor], bool]]:
 @pytest.mark.filterwarnings("ignore:a batch of another shape")
 def test_stages_evaluate_and_train_on_batches_of_any_shape_like_one_process() -> None:
     runs = [Run("gpt2", {"pipe": 2}, 2, steps=2), Run("norms", {"pipe": 2}, 2, steps=2)]
+    runs.append(Run("gpt2", {"pipe": 2}, 3, (ROUNDS,), steps=2))
     alone = _evaluate([run.on(None) for run in runs])
     for outcomes in run_ranks(_evaluate, 2, runs):
         for (values, alike), (expected, _) in zip(outcomes, alone, strict=True):

@@ -146,7 +146,8 @@ class ShortStages:
         return ShortStages(short, request, tuple(kinds), len(layers), takes_turns(step))
 
     def simulate(self, limit: int | None, fastest: float = math.inf) -> StepInStages:
-        """The step in the order that is asked for, or the fastest that fits ``limit`` bytes, if one does.
+        """The step in the order that is asked for, or the fastest that fits ``limit`` bytes, if one does; stages have
+        one chunk each.
 
         What cannot be faster than ``fastest`` seconds is not searched for what fits.
 
@@ -154,7 +155,7 @@ class ShortStages:
             ZeroFXError: the step cannot run so.
         """
         asked = self.request.options.order
-        by_turns = self.takes_turns and asked != "layer"
+        by_turns = self.takes_turns and asked not in ("layer", "round-robin")
         best = self._simulate_in(StageOrder(by_turns, lags=self._lags(by_turns)), limit, fastest)
         fits = limit is None or best.peak_bytes <= limit
         if asked != "auto" or not by_turns or (fits and not best.waits):
