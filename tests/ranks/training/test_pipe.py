@@ -167,7 +167,7 @@ def test_stages_in_rounds_have_the_bits_of_one_process(num_ranks: int, runs: lis
 def test_weight_gradients_and_chunks_in_stages_of_several_ranks(shared: str) -> None:
     options = (*CLIPPED, ("stage", 0 if shared == "model" else 3), APART)
     runs = [Run(model, {"pipe": 2, shared: 2}, 6, options, 3) for model in ("dropout", "llama")]
-    runs.append(Run("gpt", {"pipe": 2, shared: 2}, 7, (*options[:-1], CHUNKS), 3))
+    runs += [Run("gpt", {"pipe": 2, shared: 2}, 7, (*options[:-1], order), 3) for order in (CHUNKS, ROUNDS)]
     once = [replace(run.on({shared: 2}), options=(*options[:-1], ("reduce", "once"))) for run in runs]
     check_runs(runs, 4, run_ranks(train_runs, 2, once))
 
