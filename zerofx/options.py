@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Final, Literal, TypedDict, Unpack, get_args
 
 from zerofx.averages import AVERAGE, Average
 from zerofx.choices import (
@@ -15,6 +15,7 @@ from zerofx.choices import (
     OffloadOption,
     OffloadWord,
     OnNonfinite,
+    OrderOfStages,
     OrderOption,
     OutputsOption,
     PrecisionOption,
@@ -211,13 +212,14 @@ class CompileOptions:
         words(OrderOption),
         Exclusion("reduce", "a layer's gradients are reduced once a step", one_of("layer"), one_of("each")),
         Exclusion("offload", "no gradients wait for the next micro-batch", one_of("layer"), instances(Mapping)),
-        Exclusion("mesh", "it fills the waits of stages", one_of("zero-bubble", "interleaved"), has_no_stages),
+        Exclusion("mesh", "it is an order of stages", one_of(*get_args(OrderOfStages)), has_no_stages),
         not_for=("sharing", "evaluation"),
     )
     """the order of micro-batches: ``"layer"`` runs all of them through a layer before the next layer, so that its
     parameters come once a step, and what is handed from layer to layer is held for all; ``"micro-batch"`` runs one
     after the other, in stages one forward and one backward by turns; ``"zero-bubble"``, in stages alone, is that with
-    weight gradients some turns later, ``"interleaved"`` that with two chunks of layers a stage; ``"auto"`` is
+    weight gradients some turns later, ``"interleaved"`` that with two chunks of layers a stage, ``"round-robin"`` all
+    of them through a chunk of each stage before its next one, so that parameters come twice a step; ``"auto"`` is
     ``"micro-batch"``, and with a budget or in stages what is faster. All have the same bits."""
 
     mesh: Mesh | Literal["auto"] | None = option(None, MESH, *NOT_IN_STAGES)

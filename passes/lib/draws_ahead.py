@@ -58,10 +58,11 @@ def draw_ahead(
     next_body(before, 0)
 
 
-def draw_for_nothing(step: StepGraph, node: fx.Node) -> None:
-    """Have a random operator draw in its place for the generators to go on alone, whatever it reads."""
+def draw_for_nothing(step: StepGraph, node: fx.Node) -> list[fx.Node]:
+    """Have a random operator draw in its place for the generators to go on alone, whatever it reads; returns what is
+    inserted."""
     added = _draw_again(step, node, node)
-    mark_draws(step, node, ops.drop_draw, added[-1])
+    return [*added, mark_draws(step, node, ops.drop_draw, added[-1])]
 
 
 def mark_draws(step: StepGraph, before: fx.Node, target: OpOverload, *args: object) -> fx.Node:

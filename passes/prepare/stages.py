@@ -21,12 +21,15 @@ forward, backward, and these waits. Of the last stage forward and backward are o
 turns later, what no message depends on is a run of its own, the last.
 
 A stage may have several chunks of the model, each as far from the next as there are stages (2104.04473): a run of
-forward for each, then one of backward for each, the last chunk's first.
+forward for each, then one of backward for each, the last chunk's first. Where all micro-batches go through a chunk
+before the next (``PipeStage.by_chunk``), what a chunk sends has arrived once a later run of its stage has what follows
+from it, and is waited for there.
 
 What a step or an evaluation gives, each value of it, goes to all stages, when its forward is over.
 
 Random operators of other stages draw here, too, for nothing: the generators go on as those of one process would. So do
-those of a later chunk, which draws again when its turn comes, from the states that were kept.
+those of a later chunk, which draws again when its turn comes, from the states that were kept; chunk by chunk a run
+draws all that comes before the stage's next one.
 
 Does not handle: steps that change buffers in backward.
 """
@@ -34,7 +37,7 @@ Does not handle: steps that change buffers in backward.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -120,10 +123,10 @@ def keep_stage(step: StepGraph, pipe: PipeStage) -> None:
         first_of = {chunk: next(node for node in calls if chunk_of(node) == chunk) for chunk in own[1:]}
         places = {name: where.changed.get(name, own[0]) for name in mutations}
         _copy_for_backward(step, places, {own[0]: calls[0], **first_of}, first_backward, order)
-    _drop_others(step, where, calls, own)
+    _drop_others(step, where, calls, pipe)
     if gradients:
         _divide_convolutions(step)
-        for chunk in own[1:]:
+        for chunk in own[1:] if not pipe.by_chunk else ():
             _draw_in_order(step, chunk)
         apart = weight_gradients(step) if pipe.weights_lag is not None else []
         runs = _sort_runs(step, own, len(pipe.cuts), {*apart, *(wait for _, wait in waits)}) if len(own) > 1 else {}
@@ -304,17 +307,26 @@ def _is_dense(node: fx.Node) -> bool:
     return storage_bytes(like) == like.numel() * like.element_size()
 
 
-def _drop_others(step: StepGraph, where: StageMap, calls: list[fx.Node], own: range) -> None:
+def _drop_others(step: StepGraph, where: StageMap, calls: list[fx.Node], pipe: PipeStage) -> None:
     """Erase what is not of the stage, and what only that reads."""
+    own = pipe.chunks
     for node in reversed(calls):
         place = where.homes.get(node)
-        if place not in (None, EVERYWHERE, *own) and is_random(node):
-            draw_for_nothing(step, node)
+        if place is not None and place not in (EVERYWHERE, *own) and is_random(node):
+            for drawn in draw_for_nothing(step, node):
+                set_chunk(drawn, _last_before(own, place, origin(node).phase) if pipe.by_chunk else None)
         if place not in own and not node.users:
             step.graph.erase_node(node)
     for node in list(step.placeholders(Role.PARAMETER)):
         if where.homes[node] not in own:
             step.graph.erase_node(node)
+
+
+def _last_before(own: range, chunk: int, phase: Phase) -> int:
+    """The last chunk of a stage that a micro-batch has come to before it comes to another stage's ``chunk``."""
+    if phase is Phase.BACKWARD:
+        return min((each for each in own if each > chunk), default=own[-1])
+    return max((each for each in own if each < chunk), default=own[0])
 
 
 def _draw_in_order(step: StepGraph, chunk: int) -> None:
@@ -396,9 +408,11 @@ def _mark_stretches(
     def lag_of(chunk: int) -> int:
         return backward_lag(chunk, num_chunks, pipe.num_stages)
 
+    if pipe.by_chunk:
+        waits = _wait_in_runs(pipe, runs, waits)
     for message, wait in reversed(waits):
         if not message.is_back:
-            loss.append(wait)
+            skip_getitems(loss).append(wait)
     if len(pipe.chunks) == 1 and pipe.num_after:
         runs = {pipe.num_after: next(filter(_comes_back, step.calls()))}
     for lag, node in runs.items():
@@ -417,3 +431,31 @@ def _mark_stretches(
         for node in apart:
             step.output.prepend(node)
         set_begun_stretch(apart[0], lag_of(pipe.number) + pipe.weights_lag)
+
+
+def _wait_in_runs(
+    pipe: PipeStage, runs: Mapping[int, fx.Node], waits: Sequence[tuple[Message, fx.Node]]
+) -> list[tuple[Message, fx.Node]]:
+    """Put each wait in the stage's next run after the one that receives, where what follows from the message comes in;
+    returns the waits that have no such run."""
+    ends, left = {*runs.values()}, list[tuple[Message, fx.Node]]()
+    for message, wait in waits:
+        if message.is_back:
+            later = [chunk for chunk in reversed(pipe.chunks) if chunk < message.receiver]
+            lags = [backward_lag(chunk, len(pipe.cuts) + 1, pipe.num_stages) for chunk in later]
+        else:
+            lags = [forward_lag(chunk, pipe.num_stages) for chunk in pipe.chunks if chunk > message.receiver]
+        if not lags:
+            left.append((message, wait))
+            continue
+        begin = place = runs[lags[0]]
+        while not _arrives(place) and place.next not in ends and place.next.op == "call_function":
+            place = place.next
+        (place if _arrives(place) else begin).append(wait)
+    return left
+
+
+def _arrives(node: fx.Node) -> bool:
+    """True for the wait of what another stage sends."""
+    started = node.args[0] if node.target is ops.wait else None
+    return isinstance(started, fx.Node) and started.target is ops.receive_value

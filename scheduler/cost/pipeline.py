@@ -10,7 +10,8 @@ some turns later, in the time until the next message (2401.10241): as many as th
 then idles for (p - 1)(F + B - 2W), and holds what weight gradients read of p micro-batches (ZB-H1 there).
 
 Or a stage has v chunks of the model, each p chunks after the one before (2104.04473), and idles for (p - 1)(F + B)/v.
-With two, the first stage holds what backward reads of 2p - 1/2 micro-batches at most.
+With two, the first stage holds what backward reads of 2p - 1/2 micro-batches at most. All micro-batches may go through
+a chunk before the next (round robin, 2604.27085): a stage idles as long, and holds what backward reads of all.
 """
 
 from __future__ import annotations
@@ -224,11 +225,20 @@ def _run_stage(
     stage: int, num_chunks: int, num_stages: int, num_micro_batches: int, by_turns: bool, weights_lag: int | None
 ) -> Iterator[tuple[_Piece, int, int]]:
     """The pieces of a stage in order, each with its chunk and micro-batch."""
-    own, most = range(stage, num_chunks, num_stages), num_micro_batches - 1
+    own, last = range(stage, num_chunks, num_stages), num_chunks - 1
+    if not by_turns:
+        for chunk, batch in itertools.product(own, range(num_micro_batches)):
+            yield "forward", chunk, batch
+            if chunk == last:
+                yield "backward", chunk, batch
+        for chunk, batch in itertools.product(reversed(own), range(num_micro_batches)):
+            if chunk != last:
+                yield "backward", chunk, batch
+        return
     lags = [forward_lag(chunk, num_stages) for chunk in own]
     back = [backward_lag(chunk, num_chunks, num_stages) for chunk in reversed(own)]
     if len(own) == 1:
-        back = [min(back[0], most) if by_turns else most * (stage < num_stages - 1)]
+        back = [min(back[0], num_micro_batches - 1)]
     lags += back if weights_lag is None else [*back, back[-1] + weights_lag]
     pieces: list[tuple[_Piece, int]] = [("forward", chunk) for chunk in own]
     pieces += [("backward", chunk) for chunk in reversed(own)]

@@ -5,6 +5,9 @@ cuts are those with the least time of the slowest stage; among those, the ones t
 takes of a micro-batch is its part of the forward and of backward, with what it sends: embeddings and heads count like
 layers do, and stages need not have as many layers.
 
+Where all micro-batches go through a chunk of each stage before the next, the slowest of the chunks that stages have at
+a time sets the pace of all: the cuts are those with the least sum of these, of any number of chunks.
+
 Where no plan of these stages fits a memory budget, they are cut anew, so that they hold alike: of parameters with their
 gradients and states, and of what backward reads, of as many micro-batches as a stage has under way by turns, the first
 most. Or, where that fits neither, of parameters and what comes in alone: all else may be computed again.
@@ -14,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
 
@@ -33,6 +36,7 @@ from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.units import first_few
 
 _BACKWARD = 2  # times the products of the forward
+_AS_LONG = 1.001  # times the seconds of fewer rounds: as fast
 
 Balance = Literal["seconds", "bytes", "parameters"]
 """Stages that take alike, hold alike, or hold alike with all computed again that can be."""
@@ -120,12 +124,7 @@ def decide_stages(
         UsageError: there are fewer places to cut at than that takes; says how many there are.
     """
     runs, num_parts = _runs(step, machine), num_chunks * mesh.pipe
-    if len(runs) < num_parts:
-        what = "stages" if num_chunks == 1 else f"chunks, {num_chunks} a stage,"
-        raise UsageError(
-            f"expected at least {num_parts} parts of a step that are not cut, a layer at the least, for as many {what} "
-            f"on the axis 'pipe', found {len(runs)} ({first_few([run.first for run in runs])}): give fewer ranks there"
-        )
+    _check_number(runs, mesh, num_chunks)
 
     def send_seconds(num_bytes: int) -> float:
         local = 2 if mesh.num_ranks <= machine.ranks_per_node else 1
@@ -156,6 +155,75 @@ def decide_stages(
             )
         best = coming
     return best[len(runs)][2]
+
+
+def decide_rounds(
+    step: StepGraph, mesh: Mesh, machine: Machine, balance: Balance, num_micro_batches: int, copies: float
+) -> tuple[int, ...]:
+    """The same where all micro-batches go through a chunk of each stage, a round, before the next one, of as many
+    rounds as are fastest, and of as fast ones the most: a stage has the parameters of a chunk at a time.
+
+    Raises:
+        UsageError: there are too few places to cut at for two chunks a stage.
+    """
+    runs = _runs(step, machine)
+    _check_number(runs, mesh, 2)
+    seconds = _sums(run.seconds for run in runs)
+    parameters, saved = _sums(run.parameter_bytes for run in runs), _sums(run.saved_bytes for run in runs)
+
+    def cost(begin: int, end: int) -> float:
+        """Seconds, or bytes, of a chunk that has these runs."""
+        if balance == "seconds":
+            return seconds[end] - seconds[begin]
+        of_each = saved[end] - saved[begin] if balance == "bytes" else runs[begin].crossing_bytes
+        return copies * (parameters[end] - parameters[begin]) + num_micro_batches * of_each
+
+    rounds = [_divide_round(cost, begin, len(runs), mesh.pipe) for begin in range(len(runs))]
+    # best[i]: of so many rounds over the first i runs, the sum of what the slowest chunk of each takes, and the cuts.
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    chosen: tuple[float, tuple[int, ...]] = (math.inf, ())
+    for number in range(1, len(runs) // mesh.pipe + 1):
+        coming: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for begin, (before, cuts) in best.items():
+            for end, (slowest, within) in rounds[begin].items() if begin < len(runs) else ():
+                if before + slowest < coming.get(end, (math.inf,))[0]:
+                    coming[end] = before + slowest, (*cuts, *([begin] if begin else []), *within)
+        best, (total, cuts) = coming, coming[len(runs)]
+        # The last stage begins once the first chunk of each other has had a micro-batch, and so it ends.
+        whole = max(num_micro_batches, mesh.pipe) * total + (mesh.pipe - 1) * total / number
+        is_better = whole < _AS_LONG * chosen[0] if balance == "seconds" else True
+        if number > 1 and is_better:
+            chosen = whole, cuts
+    return chosen[1]
+
+
+def _divide_round(
+    cost: Callable[[int, int], float], begin: int, end: int, num_parts: int
+) -> dict[int, tuple[float, tuple[int, ...]]]:
+    """For each place that so many chunks from ``begin`` on may end at, the least that the slowest takes, and cuts."""
+    best = {last: (cost(begin, last), tuple[int, ...]()) for last in range(begin + 1, end + 1)}
+    for part in range(1, num_parts):
+        coming, cut = {}, begin + part
+        for last in range(begin + part + 1, end + 1):
+            # The more runs the chunks before have, the longer they take, and the shorter this one.
+            while cut + 1 < last and best[cut][0] < cost(cut, last):
+                cut += 1
+            cut = min(
+                (each for each in (cut - 1, cut) if each in best), key=lambda each: max(best[each][0], cost(each, last))
+            )
+            coming[last] = max(best[cut][0], cost(cut, last)), (*best[cut][1], cut)
+        best = coming
+    return best
+
+
+def _check_number(runs: Sequence[_Run], mesh: Mesh, num_chunks: int) -> None:
+    num_parts = num_chunks * mesh.pipe
+    if len(runs) < num_parts:
+        what = "stages" if num_chunks == 1 else f"chunks, {num_chunks} a stage,"
+        raise UsageError(
+            f"expected at least {num_parts} parts of a step that are not cut, a layer at the least, for as many {what} "
+            f"on the axis 'pipe', found {len(runs)} ({first_few([run.first for run in runs])}): give fewer ranks there"
+        )
 
 
 def _runs(step: StepGraph, machine: Machine) -> list[_Run]:

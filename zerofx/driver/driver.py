@@ -136,9 +136,9 @@ def _build(request: Request, earlier: Earlier | None, control: Control) -> Built
     placements = prepared.layout.placements
     if request.mesh.pipe > 1 and request.mesh.model > 1:
         placements = dict(ChainMap(*control.gather(placements, "share how parameters lie")))
-    buckets = own.captures.pipe.buckets if own.captures.pipe is not None else ()
     shared = record_shardings(request, captures, compiled.plan, placements)
-    shared = replace(shared, cuts=own.cuts, buckets=buckets)
+    if (pipe := own.captures.pipe) is not None:
+        shared = replace(shared, cuts=own.cuts, buckets=pipe.buckets, by_chunk=pipe.by_chunk)
     return Built(compiled, layout, prepared.binding, programs, shared)
 
 
@@ -198,7 +198,7 @@ def _cut(
     earlier: Earlier | None,
     control: Control,
     balance: Balance,
-    num_chunks: int,
+    num_chunks: int | None,
 ) -> CutStep:
     """The step in its stages, the same on all ranks, which have captured the same. Collective."""
     step = control.attempt("capture a step", lambda: captures.rank_graph(captures.candidates[0]))

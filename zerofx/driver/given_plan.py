@@ -265,8 +265,10 @@ def _micro_batches(options: CompileOptions, plan: Plan) -> str:
 
 
 def _order(plan: Plan) -> str:
-    if plan.by_layer or plan.num_chunks > 1:
-        return "layer" if plan.by_layer else "interleaved"
+    if plan.by_layer:
+        return "layer" if plan.num_chunks == 1 else "round-robin"
+    if plan.num_chunks > 1:
+        return "interleaved"
     return "micro-batch" if plan.weights_lag is None else "zero-bubble"
 
 

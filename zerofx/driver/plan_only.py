@@ -332,7 +332,7 @@ def _plan_stages(request: Request, one_rank: Captures, balance: Balance) -> Plan
     planned: dict[StageOrder, list[PlannedStep]] = {}
     outcomes: dict[StageOrder, list[PlannedStage]] = {}
 
-    def cut_in(num_chunks: int) -> CutStep:
+    def cut_in(num_chunks: int | None) -> CutStep:
         return cut_into_stages(request, one_rank, balance=balance, num_chunks=num_chunks)
 
     def plan_in(order: StageOrder, cut: CutStep) -> list[PlannedStage]:

@@ -83,14 +83,15 @@ class Request:
 @dataclass(frozen=True)
 class Shared:
     """Shardings of the captured step that ``given`` identifies, over ranks of the model axis, and the placements of all
-    parameters there; ``cuts``: the parts of its forward that later stages of the axis pipe begin with, ``buckets``: as
-    ``PipeStage`` has them. ``in_fp8``: its products that are."""
+    parameters there; ``cuts``: the parts of its forward that later stages of the axis pipe begin with, ``buckets`` and
+    ``by_chunk``: as ``PipeStage`` has them. ``in_fp8``: its products that are."""
 
     given: str
     shardings: tuple[ShardingDecision, ...]
     placements: Mapping[str, Placement]
     cuts: tuple[int, ...] = ()
     buckets: tuple[int, ...] = ()
+    by_chunk: bool = False
     in_fp8: tuple[ProductKey, ...] = ()
 
 

@@ -24,7 +24,7 @@ from zerofx.scheduler.cost.pipeline import (
     stage_seconds,
 )
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.plan.text.overview import ORDERS_IN_STAGES, chunks_a_stage, turns_later
+from zerofx.scheduler.plan.text.overview import order_in_stages, turns_later
 from zerofx.units import format_bytes, format_seconds
 
 T = TypeVar("T")
@@ -53,12 +53,17 @@ class PlannedStage:
 class StageOrder:
     """The order of micro-batches in all stages, one forward and one backward by turns or else all forward first, and
     why it is so. ``lags``: how many turns later each computes weight gradients, as for ``simulate_stages``;
-    ``num_chunks``: of each stage."""
+    ``num_chunks``: of each stage, which take micro-batches by turns too, or else all through one before the next."""
 
     by_turns: bool = False
     why: str = field(default="", compare=False)
     lags: tuple[int | None, ...] = ()
     num_chunks: int = 1
+
+    @property
+    def cut_in(self) -> int | None:
+        """The chunks to cut each stage in, as ``cut_into_stages`` takes them."""
+        return self.num_chunks if self.by_turns or self.num_chunks == 1 else None
 
     def request(self, request: Request) -> Request:
         """The request for a step in this order."""
@@ -80,10 +85,10 @@ class StageOrder:
         """The order, for people."""
         most = max((lag for lag in self.lags if lag is not None), default=None)
         later = "" if most is None else f", weight gradients {'up to ' if most else ''}{turns_later(most)}"
-        return f"{ORDERS_IN_STAGES[self.by_turns]}{chunks_a_stage(self.num_chunks)}{later}"
+        return f"{order_in_stages(self.num_chunks, by_turns=self.by_turns)}{later}"
 
 
-CutIn = Callable[[int], CutStep]
+CutIn = Callable[[int | None], CutStep]
 PlanIn = Callable[[StageOrder, CutStep], Sequence[PlannedStage]]
 
 
@@ -91,21 +96,25 @@ def choose_order(request: Request, cut_in: CutIn, plan_in: PlanIn) -> tuple[Stag
     """The order that is asked for, or else the faster one that fits, and of two as fast the one that holds less; with
     the stages that run in it.
 
-    ``cut_in``: the step in stages of so many chunks. ``plan_in``: all stages as they are planned in an order, which
-    raises ``MemoryBudgetError`` where one does not fit. Where stages bring no parameters up, all forward first is the
-    same work in another order, and is not planned.
+    ``cut_in``: the step in stages, as ``cut_into_stages`` cuts it. ``plan_in``: all stages as they are planned in an
+    order, which raises ``MemoryBudgetError`` where one does not fit. Where stages bring no parameters up, all forward
+    first is the same work in another order, and is not planned.
 
     Raises:
         UsageError: the step cannot run in the order that is asked for.
         MemoryBudgetError: no order fits.
     """
     asked, plan = request.options.order, request.options.plan
-    cut = cut_in(2 if asked == "interleaved" else 1)
+    in_chunks = isinstance(plan, Plan) and plan.by_layer and plan.num_chunks > 1
+    cut = cut_in(None if in_chunks or asked == "round-robin" else 1 + (asked == "interleaved"))
     num = cut.stages[0].candidates[0]
     if isinstance(plan, Plan):
         # Those of the other stages are in their own plans.
         lags = [plan.weights_lag if number == plan.pipe_stage else None for number in range(len(cut.stages))]
         return StageOrder(not plan.by_layer, lags=tuple(lags), num_chunks=cut.num_chunks), cut
+    if cut.by_chunk:
+        order = StageOrder(num_chunks=cut.num_chunks)
+        return replace(order, why=f"{order.words()}, as asked"), cut
     trial = _Trial({cut.num_chunks: cut}, plan_in, num)
     if cut.num_chunks > 1:
         order = StageOrder(num > 1, num_chunks=cut.num_chunks)
@@ -120,11 +129,17 @@ def choose_order(request: Request, cut_in: CutIn, plan_in: PlanIn) -> tuple[Stag
     if asked == "zero-bubble":
         order = trial.delay_weights(lambda most: lags_up_to(most, num, cut.splits), len(cut.stages) - 1)
         return replace(order, why=f"{order.words()}, as asked"), cut
-    order = _choose_with_one_chunk(trial)
-    if not cut.is_open:
-        return order, cut
-    order = _weigh_chunks(trial, order, cut_in)
-    return order, trial.cuts[order.num_chunks]
+    try:
+        order = _choose_with_one_chunk(trial)
+    except MemoryBudgetError:
+        rounds = _plan_rounds(trial, cut_in) if cut.is_open else None
+        if rounds is None:
+            raise
+        order = replace(rounds, why=f"{trial.describe(rounds)}: no other order fits")
+    else:
+        if cut.is_open:
+            order = _weigh_rounds(trial, _weigh_chunks(trial, order, cut_in), cut_in)
+    return order, trial.cuts[order.cut_in]
 
 
 def _choose_with_one_chunk(trial: _Trial) -> StageOrder:
@@ -177,6 +192,37 @@ def _weigh_chunks(trial: _Trial, order: StageOrder, cut_in: CutIn) -> StageOrder
     return replace(best, why=f"{trial.describe(best)}, rather than {trial.describe(order)}{weights}")
 
 
+def _weigh_rounds(trial: _Trial, order: StageOrder, cut_in: CutIn) -> StageOrder:
+    """The order with all micro-batches through one of several chunks before the next, where that is faster than
+    ``order``, and fits. Where stages bring no parameters up, turns do the same in as long, and hold less."""
+    first, (seconds, _) = StageOrder(), trial.outcomes[order]
+    if not any(stage.brings_parameters for stage in trial.planned[replace(order, lags=())]):
+        return order
+    if first in trial.planned:
+        halves = [*map(_halve, chunks_in_order([stage.seconds for stage in trial.planned[first]]))]
+        expected = simulate_stages(halves * 2, trial.num_micro_batches, num_stages=len(halves)).step
+        if _AS_FAST * expected > seconds:
+            return order
+    rounds = _plan_rounds(trial, cut_in)
+    if rounds is None:
+        return order
+    if _AS_FAST * trial.outcomes[rounds][0] > seconds:
+        return replace(order, why=f"{order.why}; {rounds.words()} {format_seconds(trial.outcomes[rounds][0])}")
+    return replace(rounds, why=f"{trial.describe(rounds)}, rather than {trial.describe(order)}")
+
+
+def _plan_rounds(trial: _Trial, cut_in: CutIn) -> StageOrder | None:
+    """The order with all micro-batches through one of several chunks before the next, planned; None where it does not
+    fit, or the step has too few parts."""
+    try:
+        cut = trial.cuts[None] = cut_in(None)
+        rounds = StageOrder(num_chunks=cut.num_chunks)
+        trial.plan(rounds)
+    except (MemoryBudgetError, UsageError):
+        return None
+    return rounds
+
+
 def _halve(stage: StageSeconds) -> StageSeconds:
     """A chunk of two of a stage, as they are expected to be: alike, with as large messages as the whole stage has."""
     return replace(
@@ -187,9 +233,9 @@ def _halve(stage: StageSeconds) -> StageSeconds:
 @dataclass(frozen=True)
 class _Trial:
     """Orders that stages have been planned in, with the seconds of a step and the largest peak in each; ``cuts``: the
-    step in stages of so many chunks."""
+    step as ``StageOrder.cut_in`` has it cut."""
 
-    cuts: dict[int, CutStep]
+    cuts: dict[int | None, CutStep]
     plan_in: PlanIn
     num_micro_batches: int
     outcomes: dict[StageOrder, tuple[float, int]] = field(default_factory=dict)
@@ -201,7 +247,7 @@ class _Trial:
         Raises:
             MemoryBudgetError: one of them does not fit.
         """
-        cut = self.cuts[order.num_chunks]
+        cut = self.cuts[order.cut_in]
         if order.lags:
             num = min(self.num_micro_batches, 2 * order.num_chunks * len(order.lags) + 1)
             graphs = [order.captures(stage).rank_graph(self.num_micro_batches) for stage in cut.stages]

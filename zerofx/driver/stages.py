@@ -24,7 +24,7 @@ from zerofx.runtime.state.parameter_groups import group_of_parameters, histories
 from zerofx.scheduler.analysis.stages_of_nodes import own_source, weight_gradients
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.problem import BudgetMissedError
-from zerofx.scheduler.search.stage_cuts import Balance, decide_stages, find_cuts, name_cuts
+from zerofx.scheduler.search.stage_cuts import Balance, decide_rounds, decide_stages, find_cuts, name_cuts
 
 T = TypeVar("T")
 _AS_FAST = 1.01  # times the seconds of another order: less says nothing
@@ -35,7 +35,8 @@ class CutStep:
     """A captured step as the ranks of each stage run it, and the parts of the forward that later chunks begin with.
 
     ``takes_turns``: whether a stage can run backward of a micro-batch before the forward of later ones; ``splits``:
-    which of them can compute weight gradients apart; ``is_open``: whether it may be cut otherwise.
+    which of them can compute weight gradients apart; ``is_open``: whether it may be cut otherwise; ``by_chunk``: as
+    ``PipeStage`` has it.
     """
 
     stages: tuple[Captures, ...]
@@ -43,6 +44,7 @@ class CutStep:
     takes_turns: bool = True
     splits: tuple[bool, ...] = ()
     is_open: bool = False
+    by_chunk: bool = False
 
     @property
     def num_chunks(self) -> int:
@@ -95,10 +97,11 @@ def cut_into_stages(
     captures: Captures,
     earlier: Earlier | None = None,
     balance: Balance = "seconds",
-    num_chunks: int = 1,
+    num_chunks: int | None = 1,
 ) -> CutStep:
-    """The captured step, as one rank of the model axis runs it, in the stages of the axis pipe, of so many chunks each:
-    those that ``earlier``, or a given plan, has, if there is one.
+    """The captured step, as one rank of the model axis runs it, in the stages of the axis pipe, of so many chunks each,
+    or None for as many as are fastest where all micro-batches run through one before the next: those that ``earlier``,
+    or a given plan, has, if there is one.
 
     Raises:
         UsageError: the step cannot run in as many stages.
@@ -113,7 +116,8 @@ def cut_into_stages(
     step = captures.rank_graph(captures.candidates[0])
     draws, num_micro_batches = check_draws(step), captures.candidates[0]
     is_open = earlier is None and request.options.plan is None
-    if is_open and num_chunks > 1 and num_micro_batches < num_stages and step.gradients:
+    by_chunk = num_chunks is None and num_micro_batches > 1 if earlier is None else earlier.shared.by_chunk
+    if is_open and (num_chunks or 0) > 1 and num_micro_batches < num_stages and step.gradients:
         raise UsageError(
             f"expected at least as many micro-batches as stages with order='interleaved', found {num_micro_batches} on "
             f"{num_stages} stages: leave order= out"
@@ -121,11 +125,11 @@ def cut_into_stages(
     cuts = _decide(request, step, num_micro_batches, balance, num_chunks) if earlier is None else earlier.shared.cuts
     num_chunks = (len(cuts) + 1) // num_stages
     names = name_cuts(step, request.machine, cuts)
-    pipes = [PipeStage(number, num_stages, names, draws=draws) for number in range(num_stages)]
+    pipes = [PipeStage(number, num_stages, names, draws=draws, by_chunk=by_chunk) for number in range(num_stages)]
     stages = [captures.stage_captures(pipe) for pipe in pipes]
     graphs = [staged.rank_graph(num_micro_batches) for staged in stages]
     if num_chunks > 1:
-        _check_messages_of_chunks(graphs, num_stages, num_chunks, num_micro_batches)
+        _check_messages_of_chunks(graphs, num_chunks, num_micro_batches, by_turns=not by_chunk)
     else:
         check_messages(graphs, min(num_micro_batches, num_stages + 1))
     if (by_turns := takes_turns(step)) and num_chunks == 1:
@@ -139,7 +143,7 @@ def cut_into_stages(
     if earlier is not None:
         _check_places(graphs, earlier)
     if not step.gradients:
-        return CutStep(tuple(stages), cuts, by_turns, splits, is_open)
+        return CutStep(tuple(stages), cuts, by_turns, splits, is_open, by_chunk)
     groups = group_of_parameters(request.model, request.optimizers, step.parameters, set(step.gradients))
     histories = histories_of(request.model, request.optimizers)
     layouts = [layout_of(graph, groups, request.mesh, histories=histories) for graph in graphs]
@@ -154,18 +158,18 @@ def cut_into_stages(
     order = sorted((chunk, stage, place) for stage, own in enumerate(chunks) for place, chunk in enumerate(own))
     buckets = [tuple(number for number, (_, owner, _) in enumerate(order) if owner == pipe.number) for pipe in pipes]
     pipes = [replace(pipe, buckets=buckets[pipe.number], num_buckets=len(order)) for pipe in pipes]
-    return CutStep(tuple(map(captures.stage_captures, pipes)), cuts, by_turns, splits, is_open)
+    return CutStep(tuple(map(captures.stage_captures, pipes)), cuts, by_turns, splits, is_open, by_chunk)
 
 
 def _check_messages_of_chunks(
-    graphs: Sequence[StepGraph], num_stages: int, num_chunks: int, num_micro_batches: int
+    graphs: Sequence[StepGraph], num_chunks: int, num_micro_batches: int, *, by_turns: bool
 ) -> None:
     """Raises:
     UsageError: two stages would send each other values in another order than they are awaited in.
     """
-    num = min(num_micro_batches, 2 * num_chunks * num_stages + 1)
+    num = min(num_micro_batches, 2 * num_chunks * len(graphs) + 1)
     try:
-        check_messages(graphs, num, by_turns=num_micro_batches > 1)
+        check_messages(graphs, num, by_turns=by_turns and num_micro_batches > 1)
     except InvalidGraphError as error:
         raise UsageError(
             f"expected values that stages of {num_chunks} chunks hand on in the order in which they are awaited, "
@@ -223,7 +227,7 @@ def takes_turns(step: StepGraph) -> bool:
 
 
 def _decide(
-    request: Request, step: StepGraph, num_micro_batches: int, balance: Balance, num_chunks: int
+    request: Request, step: StepGraph, num_micro_batches: int, balance: Balance, num_chunks: int | None
 ) -> tuple[int, ...]:
     mesh, stage, plan = request.mesh, request.options.stage, request.options.plan
     if isinstance(plan, Plan):
@@ -231,6 +235,8 @@ def _decide(
     slices = mesh.size(("replicate", "shard"))
     # A parameter, its gradient, and two states as of Adam's, each whole or in slices.
     copies = sum(times / (slices if stage >= least else 1) for least, times in ((3, 1), (2, 1), (1, 2)))
+    if num_chunks is None:
+        return decide_rounds(step, mesh, request.machine, balance, num_micro_batches, copies)
     return decide_stages(step, mesh, request.machine, balance, num_micro_batches, copies, num_chunks)
 
 

@@ -81,7 +81,8 @@ class PipeStage:
     (interleaved, 2104.04473). ``buckets``: which its trained buckets are of the ``num_buckets`` that all stages have,
     in order. ``draws``: whether any of them draws random numbers. ``buffers`` are, by name, the stages of the buffers
     that one of them changes. ``weights_lag``: where a stage by turns computes weight gradients apart from the rest of
-    backward, how many turns after it.
+    backward, how many turns after it. ``by_chunk``: all micro-batches run through a chunk of several before the next
+    (round robin, 2604.27085), rather than by turns.
     """
 
     number: int
@@ -92,6 +93,7 @@ class PipeStage:
     draws: bool = False
     buffers: tuple[tuple[str, int], ...] = ()
     weights_lag: int | None = None
+    by_chunk: bool = False
 
     @property
     def num_after(self) -> int:

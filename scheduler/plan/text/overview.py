@@ -26,21 +26,20 @@ _ATTENTION = re.compile(r"(?:aten\.|zerofx\.own_)_scaled_dot_product_(cudnn|flas
 _HEADERS = ("bucket", "parameters", "dtype", "slice", "whole", "group", "gathers")
 
 
-# Of stages: by whether backward of a micro-batch comes before the forward of later ones.
-ORDERS_IN_STAGES = {True: "one forward, one backward", False: "all forward, then all backward"}
-
-
 def order_words(plan: Plan) -> str:
     """The order of a plan's micro-batches."""
     if plan.pipe > 1:
         later = "" if plan.weights_lag is None else f", weight gradients {turns_later(plan.weights_lag)}"
-        return f"{ORDERS_IN_STAGES[not plan.by_layer]}{chunks_a_stage(plan.num_chunks)}{later}"
+        return f"{order_in_stages(plan.num_chunks, by_turns=not plan.by_layer)}{later}"
     return "layer by layer" if plan.by_layer else "one micro-batch after the other"
 
 
-def chunks_a_stage(num_chunks: int) -> str:
-    """The chunks of each stage, where it has several."""
-    return f", {num_chunks} chunks a stage" if num_chunks > 1 else ""
+def order_in_stages(num_chunks: int, *, by_turns: bool) -> str:
+    """The order of micro-batches in stages of so many chunks; ``by_turns``: backward of one comes before the forward of
+    later ones."""
+    if num_chunks == 1:
+        return "one forward, one backward" if by_turns else "all forward, then all backward"
+    return f"{'one forward, one backward' if by_turns else 'chunk by chunk'}, {num_chunks} chunks a stage"
 
 
 def turns_later(lag: int) -> str:

@@ -22,7 +22,7 @@ from zerofx.scheduler.cost.machine import Link
 
 CLIPPED = (("max_grad_norm", 0.1),)
 TURNS, FIRST, APART = ("order", "micro-batch"), ("order", "layer"), ("order", "zero-bubble")
-CHUNKS = ("order", "interleaved")
+CHUNKS, ROUNDS = ("order", "interleaved"), ("order", "round-robin")
 # On which a byte takes longer than all that a step computes.
 SLOW = replace(Machine.named("cpu"), intra_node=Link(bandwidth=1.0, latency=1e-6))
 ON_TWO = [
@@ -80,6 +80,25 @@ MORE_IN_CHUNKS = [
     ],
     [Run("deep", {"pipe": 4}, 4, (("stage", 0), CHUNKS), steps=3)],
 ]
+IN_ROUNDS = [
+    [
+        Run("gpt", {"pipe": 2}, 8, (*CLIPPED, ("grad_norms", True), ROUNDS), steps=3),
+        Run("llama", {"pipe": 2}, 2, (("stage", 0), ROUNDS), steps=3),
+        Run("gpt2", {"pipe": 2}, 6, (*CLIPPED, ROUNDS), steps=3),
+        Run("norms", {"pipe": 2}, 5, (ROUNDS,), steps=3),
+        Run("dropout", {"pipe": 2}, 8, (("stage", 0), ROUNDS), steps=3),
+    ],
+    [Run("deep", {"pipe": 4}, 9, (*CLIPPED, ROUNDS), steps=3)],
+]
+MORE_IN_ROUNDS = [
+    [
+        Run("dropout", {"pipe": 2}, 3, (*CLIPPED, ("recompute", "full"), ROUNDS), steps=2),
+        Run("u-net", {"pipe": 2}, 7, (ROUNDS,), steps=3),
+        Run("telling", {"pipe": 2}, 6, (ROUNDS,), steps=3),
+        Run("gpt", {"pipe": 2}, 1, (*CLIPPED, ROUNDS), steps=3),
+    ],
+    [Run("deep", {"pipe": 4}, 3, (("stage", 0), ROUNDS), steps=3)],
+]
 
 
 def _nightly(runs: list[Run]) -> list[Any]:
@@ -132,12 +151,23 @@ def test_stages_of_two_chunks_have_the_bits_of_one_process(num_ranks: int, runs:
     check_runs(runs, num_ranks, [train_runs([run.on(None) for run in runs])])
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "runs"),
+    [
+        *zip((2, 4), IN_ROUNDS, strict=True),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in zip((2, 4), MORE_IN_ROUNDS, strict=True)),
+    ],
+)
+def test_stages_in_rounds_have_the_bits_of_one_process(num_ranks: int, runs: list[Run]) -> None:
+    check_runs(runs, num_ranks, [train_runs([run.on(None) for run in runs])])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", ["shard", "model"])
 def test_weight_gradients_and_chunks_in_stages_of_several_ranks(shared: str) -> None:
     options = (*CLIPPED, ("stage", 0 if shared == "model" else 3), APART)
     runs = [Run(model, {"pipe": 2, shared: 2}, 6, options, 3) for model in ("dropout", "llama")]
-    runs.append(Run("gpt", {"pipe": 2, shared: 2}, 7, (*options[:-1], CHUNKS), 3))
+    runs += [Run("gpt", {"pipe": 2, shared: 2}, 7, (*options[:-1], order), 3) for order in (CHUNKS, ROUNDS)]
     once = [replace(run.on({shared: 2}), options=(*options[:-1], ("reduce", "once"))) for run in runs]
     check_runs(runs, 4, run_ranks(train_runs, 2, once))
 
@@ -194,11 +224,14 @@ def _go_on(run: Run, folder: Path, *, save: bool) -> Outcome | None:
 
 @pytest.mark.days(3)
 @pytest.mark.parametrize("to_stages", [True, False])
-@pytest.mark.parametrize(("model", "optimizer"), [("gpt2", "AdamW"), ("norms", "AdamW"), ("matrices", "Muon")])
+@pytest.mark.parametrize(
+    ("model", "optimizer", "options"),
+    [("gpt2", "AdamW", ()), ("norms", "AdamW", ()), ("matrices", "Muon", ()), ("dropout", "AdamW", (ROUNDS,))],
+)
 def test_checkpoints_go_between_stages_and_one_process(
-    model: str, optimizer: str, tmp_path: Path, *, to_stages: bool
+    model: str, optimizer: str, options: tuple[Any, ...], tmp_path: Path, *, to_stages: bool
 ) -> None:
-    run = Run(model, {"pipe": 2}, 2, steps=4, optimizer=optimizer)
+    run = Run(model, {"pipe": 2}, 2, options, steps=4, optimizer=optimizer)
     alone = run.on(None)
     if to_stages:
         _go_on(alone, tmp_path, save=True)
@@ -273,6 +306,7 @@ def _evaluate(runs: list[Run]) -> list[tuple[list[Tensor], bool]]:
 @pytest.mark.filterwarnings("ignore:a batch of another shape")
 def test_stages_evaluate_and_train_on_batches_of_any_shape_like_one_process() -> None:
     runs = [Run("gpt2", {"pipe": 2}, 2, steps=2), Run("norms", {"pipe": 2}, 2, steps=2)]
+    runs.append(Run("gpt2", {"pipe": 2}, 3, (ROUNDS,), steps=2))
     alone = _evaluate([run.on(None) for run in runs])
     for outcomes in run_ranks(_evaluate, 2, runs):
         for (values, alike), (expected, _) in zip(outcomes, alone, strict=True):

@@ -137,6 +137,7 @@ def _train_by_plans(run: Run, folder: Path) -> list[list[Tensor]]:
     [
         pytest.param((("memory_budget", 380_000), ("recompute", "auto")), id="cut so that stages hold alike"),
         pytest.param((("order", "zero-bubble"),), id="weight gradients apart"),
+        pytest.param((("order", "round-robin"),), id="round robin"),
     ],
 )
 def test_stages_are_run_by_the_plans_that_they_have_saved(options: tuple[Any, ...], tmp_path: Path) -> None:

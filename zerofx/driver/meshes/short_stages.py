@@ -158,7 +158,8 @@ class ShortStages:
         return ShortStages(short, request, tuple(kinds), len(layers), takes_turns(step))
 
     def simulate(self, limit: int | None, fastest: float = math.inf) -> StepInStages:
-        """The step in the order that is asked for, or the fastest that fits ``limit`` bytes, if one does.
+        """The step in the order that is asked for, or the fastest that fits ``limit`` bytes, if one does; stages have
+        one chunk each.
 
         What cannot be faster than ``fastest`` seconds is not searched for what fits.
 
@@ -166,7 +167,7 @@ class ShortStages:
             ZeroFXError: the step cannot run so.
         """
         asked = self.request.options.order
-        by_turns = self.takes_turns and asked != "layer"
+        by_turns = self.takes_turns and asked not in ("layer", "round-robin")
         free = self._simulate_in(StageOrder(by_turns))
         best = self._fit_all(free, limit, fastest)
         fits = limit is None or best.peak_bytes <= limit
