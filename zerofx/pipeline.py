@@ -42,6 +42,7 @@ from zerofx.passes.prefetch import Prefetch
 from zerofx.passes.prepare.accumulate import Accumulate
 from zerofx.passes.prepare.borrow import Borrow
 from zerofx.passes.prepare.multiply import Multiply
+from zerofx.passes.prepare.order_rows import OrderRows
 from zerofx.passes.prepare.overlap import Overlap
 from zerofx.passes.prepare.partition import Partition
 from zerofx.passes.prepare.rounds import Rounds
@@ -106,6 +107,8 @@ CAPTURE = (*(PassEntry(type(normalisation)) for normalisation in NORMALISATIONS)
 # A captured graph, before there is a plan.
 PREPARE = (
     PassEntry(Simplify, when=lambda given: given.traced, optional=True),  # nodes that only autograd needed
+    # Rows brought into another order where they have the fewest bytes.
+    PassEntry(OrderRows, when=lambda given: given.traced),
     PassEntry(Borrow, when=lambda given: given.held),  # what other steps train, as they have it
     PassEntry(ScaleLoss, when=lambda given: given.loss_scaled),  # backward begins with the loss's scale
     # Whole values become one rank's, where the ranks of the model axis share the computation.

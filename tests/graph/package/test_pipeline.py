@@ -235,7 +235,7 @@ def test_a_pass_runs_only_where_it_has_something_to_do() -> None:
     bare = Plan(0, 2, None, "cpu", "", (), (), ())
     assert [entry.name for entry in PREPARE if entry.when(PreparationInputs())] == []
     prepared = PreparationInputs.from_plan(replace(bare, loss_scaled=True), ())
-    assert [entry.name for entry in PREPARE if entry.when(prepared)] == ["simplify", "scale_loss"]
+    assert [entry.name for entry in PREPARE if entry.when(prepared)] == ["simplify", "order_rows", "scale_loss"]
     assert [entry.name for entry in PLAN if entry.when(bare, False)] == [
         "tile", "recompute", "offload", "shard", "reduce", "direct", "update", "buffers", "prefetch",
     ]  # fmt: skip

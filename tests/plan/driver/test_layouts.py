@@ -8,19 +8,23 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import zerofx
 from tests.lib.models.huggingface import mixtral
+from tests.ranks.meshes.test_experts import BY_COLUMN
 from tests.ranks.meshes.test_sequences import MACHINE, WIDTH, Sequence
 from zerofx import MemoryBudgetError
 from zerofx.driver.meshes import layouts as layouts_module
+from zerofx.driver.meshes.estimates import Estimates
 from zerofx.driver.meshes.layouts import best_prices
 from zerofx.driver.plan_only import capture_for_plans
 from zerofx.optimizers import Optimizers
 from zerofx.options import check_options
-from zerofx.scheduler.cost.machine import Link
+from zerofx.scheduler.cost.machine import Link, Machine
 from zerofx.scheduler.cost.sharding_seconds import Prices
 from zerofx.scheduler.plan.decisions import ShardingDecision
+from zerofx.scheduler.plan.mesh import Mesh
 
 pytestmark = pytest.mark.captures
 
@@ -101,15 +105,20 @@ def test_the_layout_that_is_simulated_fastest_is_taken() -> None:
         assert taken() == Prices()
 
 
-def _planned_experts(top: int, bandwidth: float, tokens: tuple[int, int] = (16, 16), **options: Any) -> zerofx.Plan:
-    """Four ranks, each on a node of its own."""
+def _experts(top: int, bandwidth: float, tokens: tuple[int, int]) -> tuple[nn.Module, dict[str, Tensor], Machine]:
+    """A model, its batch, and nodes of one rank each."""
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_local_experts": 8, "num_experts_per_tok": top}
     with torch.device("meta"):
         model, ids = mixtral(**sizes), torch.empty(tokens, dtype=torch.int64)
     cpu, link = zerofx.Machine.named("cpu"), Link(bandwidth, 1e-7)
     machine = replace(cpu, ranks_per_node=1, intra_node=link, inter_node=link)
+    return model, {"input_ids": ids, "labels": ids}, machine
+
+
+def _planned_experts(top: int, bandwidth: float, tokens: tuple[int, int] = (16, 16), **options: Any) -> zerofx.Plan:
+    """On four ranks."""
+    model, batch, machine = _experts(top, bandwidth, tokens)
     given = {"backend": "eager", "machine": machine, "mesh": {"model": 4}, "world_size": 4, **options}
-    batch = {"input_ids": ids, "labels": ids}
     return zerofx.plan(model, torch.optim.SGD(model.parameters(), lr=0.3), batch, **given).plan
 
 
@@ -143,3 +152,16 @@ def test_rows_of_experts_are_sent_where_that_is_faster(top: int, bandwidth: floa
 def test_the_plan_says_why_rows_of_experts_cannot_be_sent(options: dict[str, Any], why: str) -> None:
     plan = _planned_experts(1, 1e7, **options)
     assert not plan.sends_rows and why in _says(plan)
+
+
+def test_meshes_are_compared_with_rows_of_experts_sent() -> None:
+    """A mesh is estimated as it would be planned, unasked."""
+    model, batch, machine = _experts(1, 1e7, (16, 16))
+    optimizers = Optimizers((torch.optim.SGD(model.parameters(), lr=0.3),))
+    options = check_options(stage=3, machine=machine, backend="eager")
+    captured = capture_for_plans(model, optimizers, batch, options, verbose=False)
+    estimate = Estimates(captured.request, captured.captures, 4, on_cpu=True).estimate(Mesh(model=4))
+    sent, gathered = _planned_experts(1, 1e7), _planned_experts(1, 1e7, shardings=BY_COLUMN)
+    assert sent.sends_rows and not gathered.sends_rows
+    assert estimate.step_seconds == pytest.approx(sent.step_seconds)
+    assert estimate.step_seconds < 0.9 * gathered.step_seconds

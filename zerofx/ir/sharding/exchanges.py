@@ -30,7 +30,7 @@ _INTEGERS = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
-class _Moves:
+class RowMoves:
     """A call that moves rows of ``rows`` by ``index``; where ``adds``, to the rows that it names, else from these."""
 
     rows: fx.Node
@@ -45,7 +45,7 @@ def exchange_rules(
     given: Sequence[Collection[Sharded | Ragged]],
 ) -> Iterator[Rule]:
     """The rules of a call by which rows go to the ranks of their groups, or come from there."""
-    moves = _moves_of(node)
+    moves = moves_of(node)
     if moves is None:
         return
     sources, shapes = read_tensors(node), (shape_of(moves.rows), shape_of(node))
@@ -65,23 +65,23 @@ def _is_bounded(placement: Sharded | Ragged) -> bool:
     return isinstance(placement, Ragged) and placement.dim == 0 and placement.capacity > 0
 
 
-def _moves_of(node: fx.Node) -> _Moves | None:
+def moves_of(node: fx.Node) -> RowMoves | None:
     """The moves of a call; None for one that is none, or that does anything else."""
     name = base_name(node.target) if isinstance(node.target, OpOverload) else ""
     first = node.args[0] if node.args else None
     if name in _TAKES:
         index = _sole_index(node) if _TAKES[name] is None else argument(node, 2, "index")
         is_along_rows = _TAKES[name] is None or argument(node, 1, "dim") == 0
-        moves = _Moves(first, index, adds=False)  # type: ignore[arg-type]  # nodes
+        moves = RowMoves(first, index, adds=False)  # type: ignore[arg-type]  # nodes
     elif name == "index_put":
         index, values = _sole_index(node), argument(node, 2, "values")
-        is_sum = argument(node, 3, "accumulate", False) or _is_order(index)
+        is_sum = argument(node, 3, "accumulate", False) or is_order(index)
         is_along_rows = is_sum and _is_zero(first)
-        moves = _Moves(values, index, adds=True)
+        moves = RowMoves(values, index, adds=True)
     elif name == "index_add":
         is_along_rows = argument(node, 1, "dim") == 0 and node.kwargs.get("alpha", 1) == 1 and _is_zero(first)
         index = argument(node, 2, "index")
-        moves = _Moves(argument(node, 3, "source"), index, adds=True)
+        moves = RowMoves(argument(node, 3, "source"), index, adds=True)
     else:
         return None
     if not is_along_rows or not isinstance(index, fx.Node) or len(shape_of(index)) != 1:
@@ -108,17 +108,34 @@ def _is_zero(node: Any) -> bool:
     return is_call and base_name(node.target) in ("zeros", "new_zeros", "zeros_like")
 
 
-def _is_order(index: Any) -> bool:
-    """True for the order that a sort gives: no row is named twice."""
-    source, place = index, 1
-    if isinstance(index, fx.Node) and index.target is operator.getitem:
-        source, place = index.args  # type: ignore[assignment]  # a node and a number
+def is_order(index: Any) -> bool:
+    """True for the order that a sort gives, and for the inverse of one: no row is named twice, and none left out."""
+    return isinstance(index, fx.Node) and (_sort_of(index) is not None or inverse_of(index) is not None)
+
+
+def inverse_of(index: fx.Node) -> fx.Node | None:
+    """The order of rows that ``index`` is the inverse of, if it is made as one: by a sort of that order, or by numbers
+    that are each put where it says."""
+    if (sort := _sort_of(index)) is not None:
+        of = sort.args[0]
+        return of if is_order(of) and not argument(sort, 2, "descending", False) else None  # type: ignore[return-value]  # a node
+    if not isinstance(index.target, OpOverload) or base_name(index.target) != "index_put":
+        return None
+    of, numbers = _sole_index(index), argument(index, 2, "values")
+    is_count = isinstance(numbers, fx.Node) and numbers.target is torch.ops.aten.arange.default
+    is_all = is_count and numbers.args[0] == shape_of(index)[0] and not argument(index, 3, "accumulate", False)
+    return of if is_all and is_order(of) and shape_of(of) == shape_of(index) else None
+
+
+def _sort_of(index: fx.Node) -> fx.Node | None:
+    """The sort that gives ``index`` as its order, if one does."""
+    source, place = index.args if index.target is operator.getitem else (index, 1)
     is_call = isinstance(source, fx.Node) and isinstance(source.target, OpOverload)
-    return is_call and place == 1 and base_name(source.target) in ("sort", "argsort")
+    return source if is_call and place == 1 and base_name(source.target) in ("sort", "argsort") else None  # type: ignore[union-attr, return-value, arg-type]  # an operator
 
 
 def _exchange(rank: Local) -> fx.Node:
-    moves, num_ranks = _moves_of(rank.node), rank.num_ranks
+    moves, num_ranks = moves_of(rank.node), rank.num_ranks
     assert moves is not None
     given = rank.rule.outputs[0]
     outward = isinstance(given, Ragged)
