@@ -127,7 +127,7 @@ EXCLUDED: Sequence[tuple[dict[str, Any], str]] = [
     ({"reduce": "each", "accumulate": 2, "offload": {"gradients": "host"}}, "no whole gradients wait"),
     ({"order": "layer", "reduce": "each"}, "order='layer' and reduce='each': a layer's gradients are reduced once"),
     ({"order": "layer", "offload": {"gradients": "host"}}, "no gradients wait for the next micro-batch"),
-    ({"order": "zero-bubble", "mesh": {"shard": 2}}, "order='zero-bubble' and mesh={'shard': 2}: it is an order of stages"),
+    ({"order": "zero-bubble", "mesh": {"shard": 2}}, "order='zero-bubble' and mesh={'shard': 2}: it is an order"),
     ({"wire": "int8", "stage": 0}, "wire='int8' and stage=0: whole gradients are reduced"),
     ({"wire": "int8", "mesh": "auto"}, "wire='int8' and mesh='auto': meshes are compared"),
     ({"delayed_update": 1, "offload": "none"}, "delayed_update=1 and offload='none': the optimizer's states are in"),
