@@ -58,7 +58,7 @@ from zerofx.runtime.comm.collectives import is_on_cpu
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.comm.stages import agree_in_stages, share_in_stages
 from zerofx.scheduler.cost.machine import Machine
-from zerofx.scheduler.cost.pipeline import chunks_in_order, predict_stage, simulate_stages, stage_seconds
+from zerofx.scheduler.cost.stages import chunks_in_order, predict_stage, simulate_stages, stage_seconds
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.planner import make_plan
 from zerofx.scheduler.search.problem import BudgetMissedError, Problem, first_that_fits

@@ -50,8 +50,8 @@ from zerofx.runtime.comm.collectives import is_on_cpu
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.state.parameter_groups import group_of_parameters
 from zerofx.scheduler.cost.machine import Machine
-from zerofx.scheduler.cost.pipeline import predict_stage
 from zerofx.scheduler.cost.roofline import matmul_seconds_at_peak
+from zerofx.scheduler.cost.stages import predict_stage
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.planner import make_plan

@@ -13,7 +13,7 @@ from zerofx.driver.stages import CutStep
 from zerofx.errors import MemoryBudgetError, UsageError
 from zerofx.lowering.lower import LoweredStep
 from zerofx.passes.lib.message_check import check_messages
-from zerofx.scheduler.cost.pipeline import (
+from zerofx.scheduler.cost.stages import (
     PipelineSeconds,
     StageSeconds,
     choose_lags,

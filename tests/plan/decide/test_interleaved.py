@@ -15,7 +15,7 @@ from tests.plan.decide.test_stages import planned
 from tests.plan.decide.test_zero_bubble import replay, torch_actions
 from zerofx import UsageError
 from zerofx.driver.plan_only import PlannedStep
-from zerofx.scheduler.cost.pipeline import StageSeconds, choose_lags, simulate_stages
+from zerofx.scheduler.cost.stages import StageSeconds, choose_lags, simulate_stages
 
 HALVES = {"F": 0.5, "B": 1.0, "I": 0.5, "W": 0.5}
 

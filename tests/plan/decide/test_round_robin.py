@@ -18,7 +18,7 @@ from tests.plan.decide.test_stages import planned
 from zerofx import UsageError
 from zerofx.driver.plan_only import PlannedStep
 from zerofx.ir import ops
-from zerofx.scheduler.cost.pipeline import StageSeconds, simulate_stages
+from zerofx.scheduler.cost.stages import StageSeconds, simulate_stages
 from zerofx.scheduler.search.stage_cuts import _divide_round
 
 

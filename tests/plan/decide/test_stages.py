@@ -19,7 +19,7 @@ from zerofx.ir.facts import Phase, Role, origin, placeholder, tensor
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import times_run
 from zerofx.passes.lib.message_check import check_messages
-from zerofx.scheduler.cost.pipeline import StageSeconds, simulate_stages
+from zerofx.scheduler.cost.stages import StageSeconds, simulate_stages
 
 
 class Skipping(nn.Module):

@@ -22,7 +22,7 @@ from tests.plan.decide.test_stages import Skipping, planned
 from zerofx import UsageError
 from zerofx.driver.plan_only import PlannedStep
 from zerofx.ir.micro_batches import turns
-from zerofx.scheduler.cost.pipeline import StageSeconds, choose_lags, lags_up_to, simulate_stages
+from zerofx.scheduler.cost.stages import StageSeconds, choose_lags, lags_up_to, simulate_stages
 
 Counts = tuple[int, int, int]  # pieces that a stage has run: forward, input gradients, weight gradients
 

@@ -13,7 +13,7 @@ from tests.plan.driver.test_mesh_choice import Tower, compared, estimated, plann
 from zerofx import Machine
 from zerofx.driver.meshes.choice import candidates
 from zerofx.scheduler.cost.machine import Link
-from zerofx.scheduler.cost.pipeline import StageSeconds, least_pipeline_seconds, simulate_stages
+from zerofx.scheduler.cost.stages import StageSeconds, least_pipeline_seconds, simulate_stages
 from zerofx.scheduler.plan.mesh import Mesh
 
 pytestmark = pytest.mark.captures

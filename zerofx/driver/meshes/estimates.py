@@ -22,7 +22,7 @@ from zerofx.driver.prepared import Request
 from zerofx.driver.shardings import shardings_of, share_one_rank
 from zerofx.errors import UsageError, ZeroFXError
 from zerofx.report.meshes import MeshOutcome
-from zerofx.scheduler.cost.pipeline import least_pipeline_seconds
+from zerofx.scheduler.cost.stages import least_pipeline_seconds
 from zerofx.scheduler.cost.wire_volume import ACROSS, WITHIN
 from zerofx.scheduler.plan.mesh import Mesh
 

@@ -24,7 +24,7 @@ from zerofx.driver.stages import check_draws, cut_into_stages, takes_turns
 from zerofx.errors import UsageError
 from zerofx.ir.graph import PipeStage
 from zerofx.scheduler.analysis.stages_of_nodes import weight_gradients
-from zerofx.scheduler.cost.pipeline import (
+from zerofx.scheduler.cost.stages import (
     PipelineSeconds,
     StageSeconds,
     lags_up_to,
