@@ -70,6 +70,8 @@ class Estimates:
             if mesh.pipe > 1:
                 stages = ShortStages.of(self._short, request, self._captures_of(request).few)
                 slowest = math.inf if fastest is None else fastest * outcome.num_samples
+                if (seconds := stages.least_seconds(slowest)) >= slowest:
+                    return replace(outcome, is_least=True, step_seconds=seconds)
                 numbers = stages.simulate(budget, slowest)
                 if budget is not None and numbers.peak_bytes > budget and numbers.step_seconds >= slowest:
                     return replace(outcome, is_least=True, step_seconds=numbers.step_seconds)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 
 from zerofx.driver.captures import Captures
 from zerofx.driver.meshes.short_steps import ShortSteps
@@ -120,6 +120,7 @@ class ShortStages:
     kinds: tuple[_Kind, ...]
     num_layers: int
     takes_turns: bool
+    measured: dict[tuple[StageOrder, _Kind], tuple[StageTotals, StageTotals]] = field(default_factory=dict)
 
     @staticmethod
     def of(short: ShortSteps, request: Request, captures: Captures) -> ShortStages:
@@ -157,6 +158,28 @@ class ShortStages:
             kinds = [_Kind(ways[0][0], ways[2][0]), *[middle] * (num_stages - 2), _Kind(ways[0][2], ways[1][2])]
         return ShortStages(short, request, tuple(kinds), len(layers), takes_turns(step))
 
+    @property
+    def _orders(self) -> list[StageOrder]:
+        """The orders that may be taken, of which the first holds least."""
+        asked = self.request.options.order
+        by_turns = self.takes_turns and asked not in ("layer", "round-robin")
+        return [StageOrder(by_turns), *([StageOrder()] if by_turns and asked == "auto" else [])]
+
+    def least_seconds(self, fastest: float) -> float:
+        """A lower bound of the step's seconds from middle stages, if there are any: as if there were no others, each
+        with its part of the layers. One below ``fastest`` is not refined."""
+        least, num_stages = math.inf, len(self.kinds)
+        if self.num_layers == 0 or num_stages == 2:
+            return 0.0
+        for order in self._orders:
+            few, more = self._measure(order, self.kinds[1])
+            middle = few.plus(self.num_layers / num_stages - 1, more, few).seconds
+            later = replace(order, lags=(0,) * num_stages) if self._may_delay_weights(order) else order
+            least = min(least, self._run(later, [middle] * num_stages).step)
+            if least < fastest:
+                break
+        return least
+
     def simulate(self, limit: int | None, fastest: float = math.inf) -> StepInStages:
         """The step in the order that is asked for, or the fastest that fits ``limit`` bytes, if one does; stages have
         one chunk each.
@@ -166,18 +189,17 @@ class ShortStages:
         Raises:
             ZeroFXError: the step cannot run so.
         """
-        asked = self.request.options.order
-        by_turns = self.takes_turns and asked not in ("layer", "round-robin")
-        free = self._simulate_in(StageOrder(by_turns))
+        first, *others = self._orders
+        free = self._simulate_in(first)
         best = self._fit_all(free, limit, fastest)
         fits = limit is None or best.peak_bytes <= limit
-        if best is free.step and fits and by_turns and asked != "micro-batch":
+        if best is free.step and fits and self._may_delay_weights(first):
             # What weight gradients read is held for longer: no step that has to save memory computes them later.
             best = self._delay_weights(free, limit)
-        if asked != "auto" or not by_turns or (fits and not best.waits and not self._is_faster_by_layer(free)):
+        if not others or (fits and not best.waits and not self._is_faster_by_layer(free)):
             return best
         fastest = min(fastest, best.step_seconds) if fits else fastest
-        other = self._fit_all(self._simulate_in(StageOrder()), limit, fastest)
+        other = self._fit_all(self._simulate_in(others[0]), limit, fastest)
         if limit is not None and max(best.peak_bytes, other.peak_bytes) > limit:
             return min(best, other, key=lambda step: step.peak_bytes)
         return min(best, other, key=lambda step: step.step_seconds)
@@ -186,6 +208,9 @@ class ShortStages:
         """True if the same seconds make a shorter step in the other order, as where messages take long."""
         seconds = [total.seconds for total in dealt.totals]
         return simulate_stages(seconds, self._num).step < dealt.step.step_seconds
+
+    def _may_delay_weights(self, order: StageOrder) -> bool:
+        return order.by_turns and self.request.options.order != "micro-batch"
 
     def _delay_weights(self, free: _Dealt, limit: int | None) -> StepInStages:
         """The step with weight gradients some turns later, if that is faster than ``free`` and fits; else ``free``."""
@@ -203,12 +228,9 @@ class ShortStages:
 
     def _simulate_in(self, order: StageOrder) -> _Dealt:
         """The step in an order, without a limit."""
-        request, lags = order.request(self.request), order.lags or [None] * len(self.kinds)
-        measured = dict[_Kind, tuple[_Kind, StageTotals, StageTotals]]()
-        for kind, lag in zip(self.kinds, lags, strict=True):
-            if kind not in measured:
-                measured[kind] = self._measure(request, kind.delay_weights(lag))
-        kinds = [measured[kind] for kind in self.kinds]
+        lags = order.lags or [None] * len(self.kinds)
+        delayed = [kind.delay_weights(lag) for kind, lag in zip(self.kinds, lags, strict=True)]
+        kinds = [(kind, *self._measure(order, kind)) for kind in delayed]
         numbers = self._deal_out(kinds)
         totals = [
             few.plus(number - kind.num_layers, more, few)
@@ -233,19 +255,27 @@ class ShortStages:
     def _combine(self, order: StageOrder, totals: Sequence[StageTotals]) -> StepInStages:
         """The step in stages that have these totals."""
         stages = [total.seconds for total in totals]
-        pipeline = simulate_stages(stages, self._num, by_turns=order.by_turns)
-        if order.lags:
-            apart = simulate_weights_apart(stages, self._num, [lag is not None for lag in order.lags])
-            pipeline = min(pipeline, apart, key=lambda seconds: seconds.step)
+        pipeline = self._run(order, stages)
         return StepInStages(
             max(total.peak_bytes for total in totals), totals[0].within, totals[0].across, pipeline,
             waits=any(stage.exposed > _WAITS * pipeline.step for stage in stages),
         )  # fmt: skip
 
-    def _measure(self, request: Request, kind: _Kind) -> tuple[_Kind, StageTotals, StageTotals]:
-        """A kind with the totals of a stage of few layers, and of one more, where there is one."""
-        few = self._simulate_stage(request, kind.few)
-        return kind, few, few if kind.more is None else self._simulate_stage(request, kind.more)
+    def _run(self, order: StageOrder, stages: Sequence[StageSeconds]) -> PipelineSeconds:
+        """Stages in an order, with weight gradients apart where that is faster."""
+        pipeline = simulate_stages(stages, self._num, by_turns=order.by_turns)
+        if not order.lags:
+            return pipeline
+        apart = simulate_weights_apart(stages, self._num, [lag is not None for lag in order.lags])
+        return min(pipeline, apart, key=lambda seconds: seconds.step)
+
+    def _measure(self, order: StageOrder, kind: _Kind) -> tuple[StageTotals, StageTotals]:
+        """The totals of a stage of few layers, and of one more, where there is one."""
+        if (order, kind) not in self.measured:
+            request = order.request(self.request)
+            few = self._simulate_stage(request, kind.few)
+            self.measured[order, kind] = few, few if kind.more is None else self._simulate_stage(request, kind.more)
+        return self.measured[order, kind]
 
     def _deal_out(self, measured: Sequence[tuple[_Kind, StageTotals, StageTotals]]) -> list[int]:
         """The layers of each stage: one after the other goes to the stage that takes least with it."""
