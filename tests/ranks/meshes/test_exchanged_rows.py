@@ -120,7 +120,7 @@ MODELS = {
     "deepseek v3": _transformer(deepseek_v3),
     "gpt oss": _transformer(gpt_oss),
     "gpt oss, half": replace(_transformer(gpt_oss, torch.float16), optimizer=sgd),
-    "lora": _transformer(_adapted),
+    "lora": replace(_transformer(_adapted), optimizer=sgd),
     "qwen3 moe": _transformer(qwen3_moe, intermediate_size=32),
     "qwen3 moe, SGD": replace(_transformer(qwen3_moe, intermediate_size=32), optimizer=sgd),
     "by hand": _routed(),
