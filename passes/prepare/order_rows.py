@@ -51,8 +51,11 @@ class OrderRows:
 
 def order_rows(step: StepGraph) -> None:
     """Take rows before calls that make more bytes of them, and put them after calls that make fewer; in place."""
+    moving = _moves(step)
+    if not moving:
+        return
     rows = _Rows(step)
-    for node, moves in _moves(step).items():
+    for node, moves in moving.items():
         if not moves.adds:
             rows.take_before(node, moves)
     erase_unread(step.graph)

@@ -33,7 +33,7 @@ from torch import fx
 
 from zerofx.errors import PlanError
 from zerofx.ir.edit import erase_unread, insert_call
-from zerofx.ir.facts import Origin, Phase, is_random, origin, piece_of, set_origin, set_piece, tensor, value
+from zerofx.ir.facts import Phase, is_random, origin, piece_of, set_piece, tensor, value
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.op_kernels.own_rows import own_ends, own_rows, whole_rows
 from zerofx.ir.op_kernels.row_rounds import (
@@ -324,7 +324,7 @@ class _Round:
 
     def _call(self, of: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         where = replace(origin(of), phase=self.phase)
-        return _keep_piece(insert_call(self.all._graph, target, args, where, kwargs), of, where)
+        return _keep_piece(insert_call(self.all._graph, target, args, where, kwargs), of)
 
 
 def _node(argument: object) -> fx.Node:
@@ -332,8 +332,7 @@ def _node(argument: object) -> fx.Node:
     return argument
 
 
-def _keep_piece(call: fx.Node, node: fx.Node, where: Origin | None = None) -> fx.Node:
+def _keep_piece(call: fx.Node, node: fx.Node) -> fx.Node:
     """``call``, of the piece that ``node`` is of."""
     piece = piece_of(node)
-    set_origin(call, where or origin(node))
     return call if piece is None else set_piece(call, piece)

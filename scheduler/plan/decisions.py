@@ -163,6 +163,11 @@ class ShardingDecision:
     reason: str = ""
     num_rounds: int = 1
 
+    @property
+    def sends_rows(self) -> bool:
+        """True if it is about rows of experts that ranks send each other, for which each has room for some."""
+        return any("*" in (text or "") for text in (*self.outputs, *self.inputs))
+
 
 MovedNodes = tuple[str, ...]
 """Nodes of one rank's graph that stand, in this order, right in front of the last of them rather than where they were

@@ -201,8 +201,9 @@ class Plan:
     @cached_property
     def row_capacity(self) -> float:
         """The room of a rank for rows of experts that ranks send each other, in equal shares; 0 where none are sent."""
-        texts = (text for decision in self.shardings for text in (*decision.outputs, *decision.inputs))
-        lies = map(placement_of, {text for text in texts if text is not None and "*" in text})
+        of_rows = (decision for decision in self.shardings if decision.sends_rows)
+        texts = {text for decision in of_rows for text in (*decision.outputs, *decision.inputs) if text is not None}
+        lies = map(placement_of, texts)
         return max((each.capacity for each in lies if isinstance(each, Ragged)), default=0.0)
 
     @property

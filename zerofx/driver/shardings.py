@@ -134,14 +134,10 @@ def _lay_out_in_rounds(
     """
     at_once = share_computation(replace(request, num_rounds=1), captures, earlier, everywhere)
     shardings = tuple(
-        replace(each, num_rounds=request.num_rounds) if _is_bounded(each) else each for each in at_once.shardings
+        replace(each, num_rounds=request.num_rounds) if each.sends_rows else each for each in at_once.shardings
     )
     captures.share(shardings, request.mesh.model).rank_graph(captures.candidates[0])  # or fails on each rank alike
     return choose_products(request, apply_shardings(request, captures, shardings, everywhere), earlier, everywhere)
-
-
-def _is_bounded(decision: ShardingDecision) -> bool:
-    return any("*" in (text or "") for text in (*decision.outputs, *decision.inputs))
 
 
 def lay_out(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 from zerofx.choices import OrderOption
 from zerofx.driver.captures import Captures
@@ -27,7 +26,6 @@ from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.text.overview import order_in_stages, turns_later
 from zerofx.units import format_bytes, format_seconds
 
-T = TypeVar("T")
 _AS_FAST = 1.01  # times the seconds of another order: less says nothing
 
 

@@ -27,7 +27,6 @@ from zerofx.scheduler.search.problem import BudgetMissedError
 from zerofx.scheduler.search.stage_cuts import Balance, decide_rounds, decide_stages, find_cuts, name_cuts
 
 T = TypeVar("T")
-_AS_FAST = 1.01  # times the seconds of another order: less says nothing
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,15 @@ import torch
 from torch import Tensor, fx
 
 from zerofx.ir.op_kernels.own_operator import own_operator
-from zerofx.ir.op_kernels.row_routes import group_shares, in_shares, last_rows, moves_by_rank, row_shares, sides
+from zerofx.ir.op_kernels.row_routes import (
+    find_routes,
+    first_rows,
+    group_shares,
+    in_shares,
+    last_rows,
+    row_shares,
+    sides,
+)
 
 
 def _row_rounds(
@@ -80,16 +88,16 @@ def _round_routes(
     number: int,
 ) -> tuple[Tensor, Tensor]:
     row, owner, token, token_rank = sides(places, ends, num_ranks, num_tokens, by_group=by_group)
-    before, last = _before(rounds, number), last_rows(ends, num_ranks)
-    first_row = before.index_select(0, torch.cat([last.new_zeros(1), last])).index_select(0, rank)
+    before = _before(rounds, number)
+    first_row = before.index_select(0, first_rows(ends, num_ranks).index_select(0, rank))
     is_there = rounds.index_select(0, row) == number
     own_row = before.index_select(0, row) - first_row
     own_token = token - rank * (num_tokens // num_ranks)
     source, target = (token_rank, owner) if outward else (owner, token_rank)
-    begin, end = (own_token, own_row) if outward else (own_row, _home_places(token_rank, rank))
-    sent, is_sent = moves_by_rank(target.where(is_there & (source == rank), num_ranks), num_ranks, capacity)
-    send = begin.index_select(0, sent).masked_fill_(~is_sent, -1)
-    received, is_received = moves_by_rank(source.where(is_there & (target == rank), num_ranks), num_ranks, capacity)
+    home_place = (token_rank == rank).to(torch.int64).cumsum(0) - 1  # of each of this rank's moves among these
+    begin, end = (own_token, own_row) if outward else (own_row, home_place)
+    source, target = (ranks.where(is_there, num_ranks) for ranks in (source, target))
+    send, received, is_received = find_routes(begin, source, target, rank, num_ranks, capacity)
     # A row is where one move ends; on its way out, one that is none is anything.
     slots = torch.full((num_rows + 1,), 0 if outward else -1, dtype=torch.int64, device=places.device)
     ends_at = end.index_select(0, received).clamp(max=num_rows)
@@ -97,24 +105,8 @@ def _round_routes(
     return send, slots[:num_rows]
 
 
-def _home_places(token_rank: Tensor, rank: Tensor) -> Tensor:
-    """The place of each of this rank's moves among these."""
-    return (token_rank == rank).to(torch.int64).cumsum(0) - 1
-
-
-def _empty_routes(
-    places: Tensor,
-    ends: Tensor,
-    rounds: Tensor,
-    rank: Tensor,
-    num_ranks: int,
-    capacity: int,
-    num_tokens: int,
-    num_rows: int,
-    by_group: bool,
-    outward: bool,
-    number: int,
-) -> tuple[Tensor, Tensor]:
+def _empty_routes(places: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    num_ranks, capacity, _, num_rows = args[3:7]
     return places.new_empty(num_ranks * capacity, dtype=torch.int64), places.new_empty(num_rows, dtype=torch.int64)
 
 

@@ -31,6 +31,12 @@ def last_rows(ends: Tensor, num_ranks: int) -> Tensor:
     return ends.view(num_ranks, -1)[:, -1].to(torch.int64, memory_format=torch.contiguous_format)
 
 
+def first_rows(ends: Tensor, num_ranks: int) -> Tensor:
+    """The first of each rank's rows, and the end of all."""
+    last = last_rows(ends, num_ranks)
+    return torch.cat([last.new_zeros(1), last])
+
+
 def sides(
     places: Tensor, ends: Tensor, num_ranks: int, num_tokens: int, *, by_group: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -53,6 +59,16 @@ def moves_by_rank(other: Tensor, num_ranks: int, capacity: int) -> tuple[Tensor,
     return moves, (at < end.unsqueeze(1)).view(-1)
 
 
+def find_routes(
+    begin: Tensor, source: Tensor, target: Tensor, rank: Tensor, num_ranks: int, capacity: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows that a rank sends, each where its move begins, or -1; and its moves from others, as ``moves_by_rank``
+    gives them. Moves go from ``source`` to ``target`` ranks; those of rank ``num_ranks`` are none."""
+    sent, is_sent = moves_by_rank(target.where(source == rank, num_ranks), num_ranks, capacity)
+    send = begin.index_select(0, sent).masked_fill_(~is_sent, -1)
+    return send, *moves_by_rank(source.where(target == rank, num_ranks), num_ranks, capacity)
+
+
 def _row_routes(
     places: Tensor,
     ends: Tensor,
@@ -65,14 +81,11 @@ def _row_routes(
     outward: bool,
 ) -> tuple[Tensor, Tensor]:
     row, owner, token, token_rank = sides(places, ends, num_ranks, num_tokens, by_group=by_group)
-    last = last_rows(ends, num_ranks)
-    first_row = torch.cat([last.new_zeros(1), last]).index_select(0, rank)
+    first_row = first_rows(ends, num_ranks).index_select(0, rank)
     own_row, own_token = row - first_row, token - rank * (num_tokens // num_ranks)
     source, target = (token_rank, owner) if outward else (owner, token_rank)
     begin, end = (own_token, own_row) if outward else (own_row, own_token)
-    sent, is_sent = moves_by_rank(target.where(source == rank, num_ranks), num_ranks, capacity)
-    send = begin.index_select(0, sent).masked_fill_(~is_sent, -1)
-    received, is_received = moves_by_rank(source.where(target == rank, num_ranks), num_ranks, capacity)
+    send, received, is_received = find_routes(begin, source, target, rank, num_ranks, capacity)
     if by_group != outward:  # moves are numbered by where they begin: results are sums of them
         return send, end.index_select(0, received).masked_fill_(~is_received, -1)
     num_moves = places.shape[0]
@@ -111,8 +124,7 @@ def _row_shares(
 
 
 def _group_shares(ends: Tensor, num_ranks: int, capacity: int, num_rows: int) -> Tensor:
-    last = last_rows(ends, num_ranks)
-    most = (last - torch.cat([last.new_zeros(1), last[:-1]])).max()
+    most = first_rows(ends, num_ranks).diff().max()
     return in_shares(most, most <= capacity, num_rows / num_ranks)
 
 
