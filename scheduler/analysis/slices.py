@@ -10,7 +10,7 @@ A parameter that anything else reads, or whose gradient is made otherwise, has t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -200,7 +200,7 @@ def slices_of_names(step: StepGraph, counts_by_name: Mapping[str, int]) -> Slice
     return tuple(slices[info.name] for info in step.parameters if info.name in slices)
 
 
-def slice_rungs(step: StepGraph, missing_bytes: int) -> list[Slices]:
+def slice_rungs(step: StepGraph, missing_bytes: Callable[[], int]) -> list[Slices]:
     """The ways to slice huge parameters, in the order in which they are turned to where no plan with whole ones fits.
 
     On each rung no slice is larger than a part of the largest parameter. Rungs that have too many slices to search
@@ -210,7 +210,7 @@ def slice_rungs(step: StepGraph, missing_bytes: int) -> list[Slices]:
 
     Args:
         step: the captured graph with whole parameters.
-        missing_bytes: by how much the least peak with them is over the budget.
+        missing_bytes: by how much the least peak with them is over the budget; asked for where rungs differ in it.
     """
     values = {head.product: head.num_bytes for head in find_heads(step)}
     values |= {node: chain.num_bytes for chain in find_chains(step) for node in chain.members}
@@ -224,7 +224,7 @@ def slice_rungs(step: StepGraph, missing_bytes: int) -> list[Slices]:
             layers[unit_of(info.name, step.units)] += candidate.num_bytes
     largest = max((candidate.num_bytes for candidate in whole_parameters), default=0)
     most = _HELD * max(layers.values(), default=0)
-    rungs: dict[Slices, bool] = {}  # whether it may free what is missing
+    rungs: dict[Slices, float] = {}  # the bytes that each frees at most
     for number in _NUM_SLICES:
         whole, each = format_bytes(largest), format_bytes(largest // number)
         reason = f"no plan with whole parameters (up to {whole}) fits; a slice takes up to {each}"
@@ -234,8 +234,11 @@ def slice_rungs(step: StepGraph, missing_bytes: int) -> list[Slices]:
         }
         rung = tuple(TileDecision(w.info.name, n, w.num_bytes, reason) for w, n in counts.items() if n > 1)
         if rung and sum(decision.num_tiles for decision in rung) <= _MOST_SLICES:
-            rungs[rung] = missing_bytes <= most * (1 - 1 / number)
-    return [rung for rung, is_enough in rungs.items() if is_enough] or list(rungs)[-1:]
+            rungs[rung] = most * (1 - 1 / number)
+    if len(rungs) < 2:
+        return list(rungs)
+    missing = missing_bytes()
+    return [rung for rung, freed_bytes in rungs.items() if missing <= freed_bytes] or list(rungs)[-1:]
 
 
 def find_sliceable(step: StepGraph, decision: TileDecision) -> Sliceable:

@@ -34,14 +34,39 @@ C = TypeVar("C")
 
 
 class BudgetMissedError(MemoryBudgetError):
-    """No plan fits; ``least_bytes`` is the least peak on the device that a plan has, whatever the budget."""
+    """No plan fits; ``least_bytes`` is the least peak on the device that a plan has, whatever the budget.
 
-    def __init__(self, message: str, least_bytes: int) -> None:
-        super().__init__(message, least_bytes)  # both, so that it can be pickled: rank 0's errors are raised everywhere
-        self.least_bytes = least_bytes
+    ``explain`` gives the message and the least bytes where they are asked for: that takes longer than to see that no
+    plan fits, and nobody asks where another way is tried.
+    """
+
+    def __init__(
+        self, message: str = "", least_bytes: int = 0, *, explain: Callable[[], BudgetMissedError] | None = None
+    ) -> None:
+        super().__init__(message, least_bytes)
+        self._explain = explain
+
+    def _explained(self) -> tuple[str, int]:
+        if self._explain is not None:
+            explain, self._explain = self._explain, None
+            self.args = explain()._explained()
+        message, least_bytes = self.args
+        return str(message), int(least_bytes)
+
+    @property
+    def least_bytes(self) -> int:
+        return self._explained()[1]
 
     def __str__(self) -> str:
-        return str(self.args[0])
+        return self._explained()[0]
+
+    def __reduce__(self) -> tuple[type[BudgetMissedError], tuple[str, int]]:
+        return type(self), self._explained()  # rank 0's errors are raised everywhere
+
+
+def needs_least(refusals: Sequence[BudgetMissedError]) -> BudgetMissedError:
+    """The refusal of the way that needs the fewest bytes; none is explained for that where there is but one."""
+    return refusals[0] if len(refusals) == 1 else min(refusals, key=lambda refusal: refusal.least_bytes)
 
 
 def first_that_fits(candidates: Iterable[C], plan: Callable[[C], T]) -> T:
@@ -56,7 +81,7 @@ def first_that_fits(candidates: Iterable[C], plan: Callable[[C], T]) -> T:
             return plan(candidate)
         except BudgetMissedError as missed:
             refusals.append(missed)
-    raise min(refusals, key=lambda refusal: refusal.least_bytes)
+    raise needs_least(refusals)
 
 
 class StepVariants(Protocol):

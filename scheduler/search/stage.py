@@ -84,7 +84,8 @@ class Search:
         try:
             plan = self.plan(problem)
         except BudgetMissedError as refusal:
-            self.say(f"{what}: does not fit, needs {format_bytes(refusal.least_bytes)}")
+            if self.trail.writes:
+                self.say(f"{what}: does not fit, needs {format_bytes(refusal.least_bytes)}")
             raise
         self.say(f"{what}: {outcome(plan)}")
         return plan

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 from zerofx.capture.checks import device_of
@@ -55,17 +56,26 @@ def plan_all(plans: Iterable[Callable[[], T]]) -> list[T]:
     """The results of ``plans``, one for each stage.
 
     Raises:
-        BudgetMissedError: some fit no budget; that of the stage that needs most.
+        BudgetMissedError: some fit no budget; explained by that of the stage that needs most.
     """
-    done, missed = list[T](), list[BudgetMissedError]()
-    for plan in plans:
+    done, rest = list[T](), iter(plans)
+    for plan in rest:
         try:
             done.append(plan())
         except BudgetMissedError as refusal:
-            missed.append(refusal)
-    if missed:
-        raise choose_worst(missed)
+            raise BudgetMissedError(explain=partial(_explain_stages, refusal, rest)) from refusal
     return done
+
+
+def _explain_stages(first: BudgetMissedError, rest: Iterable[Callable[[], object]]) -> BudgetMissedError:
+    """The refusal of stages of which ``first`` does not fit, after which the ``rest`` have not been planned."""
+    missed: list[BudgetMissedError] = [first]
+    for plan in rest:
+        try:
+            plan()
+        except BudgetMissedError as refusal:
+            missed.append(refusal)
+    return _choose_refusal(missed)
 
 
 def choose_worst(failures: Sequence[ZeroFXError]) -> ZeroFXError:
@@ -73,6 +83,11 @@ def choose_worst(failures: Sequence[ZeroFXError]) -> ZeroFXError:
     missed = [failure for failure in failures if isinstance(failure, BudgetMissedError)]
     if len(missed) < len(failures):
         return next(failure for failure in failures if not isinstance(failure, BudgetMissedError))
+    return _choose_refusal(missed)
+
+
+def _choose_refusal(missed: Sequence[BudgetMissedError]) -> BudgetMissedError:
+    """The refusal of the stage that needs most."""
     if len(missed) == 1:
         return missed[0]
     worst = max(missed, key=lambda refusal: refusal.least_bytes)
@@ -87,8 +102,8 @@ def name_stage(pipe: PipeStage | None) -> Iterator[None]:
     except BudgetMissedError as missed:
         if pipe is None:
             raise
-        where = f"part {pipe.number + 1} of {pipe.num_stages} on the axis 'pipe'"
-        raise BudgetMissedError(f"{where}: {missed}", missed.least_bytes) from None
+        where, refusal = f"part {pipe.number + 1} of {pipe.num_stages} on the axis 'pipe'", missed
+        raise BudgetMissedError(explain=lambda: BudgetMissedError(f"{where}: {refusal}", refusal.least_bytes)) from None
 
 
 def cut_into_stages(

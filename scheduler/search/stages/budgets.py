@@ -9,6 +9,7 @@ with the host's room reduced by the excess.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from zerofx.budgets import host_budget_bytes, tiers_for
 from zerofx.errors import MemoryBudgetError
@@ -44,7 +45,8 @@ class HostBudget:
                 plan = rest.attempt(f"{format_bytes(host_bytes)} by estimate", narrowed)
             except BudgetMissedError as refusal:
                 if asked is not None:
-                    raise self._explain(problem, budget, refusal, rest) from refusal
+                    explain = partial(self._explain, problem, budget, refusal, rest)
+                    raise BudgetMissedError(explain=explain) from refusal
                 if first is None:
                     raise
                 return first
@@ -114,6 +116,8 @@ class LaterUpdates:
             rest.say("the plan does not fit with another step's update")
             plans.append(plan)
         if refusals:
+            if len(refusals) == 1:
+                raise refusals[0]
             raise max(refusals, key=lambda refusal: refusal.least_bytes)
         return plans[0]
 

@@ -34,33 +34,63 @@ class KeptPlans:
         if cache.folder is None or not searched or target.costs is not None:
             return rest.plan(problem)
         key = _key(problem)
-        answer = cache.read_as(key, Answer.from_json)
+        answer, refusal = cache.read_as(key, Answer.from_json), None
         rest.say("none for this problem" if answer is None else "read what an earlier run has found")
         if answer is None:
-            text = _search_to_json(problem, rest)
-            if not is_profiling():  # what some operators take is not known then
-                cache.write(key, text)
+            try:
+                answer = Answer(rest.plan(problem))
+            except BudgetMissedError as missed:
+                answer, refusal = Answer(), missed
             # The run that has searched goes on with what the next one will read.
-            answer = Answer.from_json(text)
-        if answer.plan is None:
+            answer = Answer.from_json(_keep(answer, cache, key))
+        if answer.plan is not None:
+            return answer.plan
+        if answer.refusal:
             raise BudgetMissedError(answer.refusal, answer.least_bytes)
-        return answer.plan
+
+        def explain() -> BudgetMissedError:
+            explained = refusal or _refusal_of(problem, rest)
+            _keep(Answer(None, str(explained), explained.least_bytes), cache, key)
+            return explained
+
+        raise BudgetMissedError(explain=explain)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Result of a search: a plan, or why there is none, and with how many bytes there would be one."""
+    """Result of a search: a plan, or that there is none; why, and with how many bytes there would be one, where that
+    has been asked for."""
 
-    plan: Plan | None
-    refusal: str
-    least_bytes: int
+    plan: Plan | None = None
+    refusal: str = ""
+    least_bytes: int = 0
+
+    def to_json(self) -> str:
+        plan = None if self.plan is None else self.plan.to_json()
+        return json.dumps({"plan": plan, "refusal": self.refusal, "least_bytes": self.least_bytes})
 
     @staticmethod
     def from_json(text: str) -> Answer:
         data = json.loads(text)
-        if "refusal" in data:
-            return Answer(None, str(data["refusal"]), int(data["least_bytes"]))
-        return Answer(Plan.from_json(data["plan"]), "", 0)
+        plan = None if data["plan"] is None else Plan.from_json(data["plan"])
+        return Answer(plan, str(data["refusal"]), int(data["least_bytes"]))
+
+
+def _keep(answer: Answer, cache: DiskCache, key: str) -> str:
+    """The text of an answer, written to disk."""
+    text = answer.to_json()
+    if not is_profiling():  # what some operators take is not known then
+        cache.write(key, text)
+    return text
+
+
+def _refusal_of(problem: Problem, rest: Search) -> BudgetMissedError:
+    """The refusal that an earlier run has found, and not explained."""
+    try:
+        rest.plan(problem)
+    except BudgetMissedError as refusal:
+        return refusal
+    raise AssertionError("a search that found no plan finds none again")
 
 
 def _key(problem: Problem) -> str:
@@ -77,10 +107,3 @@ def _key(problem: Problem) -> str:
         *(f"{index}: {program.text}" for index, program in sorted(problem.rehearsal.programs.items())),
     )  # fmt: skip
     return key_of("plan", parts)
-
-
-def _search_to_json(problem: Problem, rest: Search) -> str:
-    try:
-        return json.dumps({"plan": rest.plan(problem).to_json()})
-    except BudgetMissedError as refusal:
-        return json.dumps({"refusal": str(refusal), "least_bytes": refusal.least_bytes})

@@ -18,7 +18,7 @@ from zerofx.errors import UsageError
 from zerofx.ir.facts import origin
 from zerofx.passes.lib.draws_ahead import find_unforeseen_draw
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.search.problem import BudgetMissedError, Problem
+from zerofx.scheduler.search.problem import BudgetMissedError, Problem, needs_least
 from zerofx.scheduler.search.stage import Search
 from zerofx.units import format_bytes, format_seconds
 
@@ -61,7 +61,7 @@ class MicroBatches:
                 rest.say("more are not tried: nothing was given up for the budget that they could win back")
                 break
         if best is None:
-            raise min(refusals.values(), key=lambda refusal: refusal.least_bytes)
+            raise needs_least([*refusals.values()])
         others = [f"{number} need {format_bytes(refusal.least_bytes)}" for number, refusal in refusals.items()]
         others += [f"{n} take {format_seconds(plan.step_seconds)}" for n, plan in fitting.items() if plan is not best]
         reasons = ["the fastest that fits the memory budget", *others, *filter(None, [best.micro_batches_reason])]
@@ -104,7 +104,7 @@ def _order(problem: Problem, rest: Search, number: int, what: str) -> Plan:
         except BudgetMissedError as missed:
             refusals.append(missed)
     if not plans:
-        raise min(refusals, key=lambda refusal: refusal.least_bytes)
+        raise needs_least(refusals)
     best = min(plans.values(), key=lambda plan: plan.step_seconds)
     if not best.by_layer:
         return best

@@ -12,7 +12,7 @@ from zerofx.options import CompileOptions
 from zerofx.scheduler.analysis.slices import Slices, slice_rungs, slices_of_names
 from zerofx.scheduler.plan.decisions import TileDecision
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.search.problem import BudgetMissedError, Problem
+from zerofx.scheduler.search.problem import BudgetMissedError, Problem, needs_least
 from zerofx.scheduler.search.stage import Search
 
 
@@ -51,7 +51,7 @@ class ParameterSlices:
             refusals = [missed]
         if budget is None or not whole.may_be_sliced or problem.options.tile != "auto":
             raise refusals[0]
-        for slices in slice_rungs(problem.step, refusals[0].least_bytes - budget):
+        for slices in slice_rungs(problem.step, lambda: refusals[0].least_bytes - budget):
             described = ", ".join(f"{decision.value} in {decision.num_tiles}" for decision in slices)
             try:
                 sliced = whole.slice_parameters(slices)
@@ -60,4 +60,4 @@ class ParameterSlices:
                 break
             except BudgetMissedError as missed:
                 refusals.append(missed)
-        raise min(refusals, key=lambda missed: missed.least_bytes)
+        raise needs_least(refusals)

@@ -8,9 +8,11 @@ before it fits. What the user has tiled by name is, and nothing else.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zerofx.ir.facts import Role, tensor
+from zerofx.progress import watch_progress
 from zerofx.scheduler.decide.tiling import Tiles, rungs
 from zerofx.scheduler.plan.facts import Prediction
 from zerofx.scheduler.plan.plan import Plan
@@ -44,16 +46,21 @@ class Rungs:
                 continue
             rest.say(f"{described}: {outcome(plan)}")
             return plan
-        rest.trail.describe("out of reach: looking for the least possible")
-        ((num_bytes, plan),) = least(orders)
-        raise BudgetMissedError(_explain(question, problem.rehearsal.predict(plan)), num_bytes)
+        raise BudgetMissedError(explain=lambda: _explain(problem, question, orders))
 
 
 def _describe(tiles: Tiles) -> str:
     return ", ".join(f"{decision.value} in {decision.num_tiles} tiles" for decision in tiles) or "nothing tiled"
 
 
-def _explain(question: Question, least: Prediction) -> str:
+def _explain(problem: Problem, question: Question, orders: Sequence[Prefixes]) -> BudgetMissedError:
+    with watch_progress("looking for the least possible", show=problem.target.verbose):
+        ((num_bytes, plan),) = least(orders)
+        predicted = problem.rehearsal.predict(plan)
+    return BudgetMissedError(_describe_least(question, predicted), num_bytes)
+
+
+def _describe_least(question: Question, least: Prediction) -> str:
     live = ", ".join(f"{name} {format_bytes(size)}" for name, size in least.peak_live.items())
     inputs = map(tensor, question.step.placeholders(Role.INPUT))
     most_samples = max((each.shape[0] for each in inputs if each.ndim), default=0)

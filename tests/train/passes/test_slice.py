@@ -272,7 +272,7 @@ def test_weights_in_slices_are_left_out_of_chains_of_tiles() -> None:
     step = captured(MLP(), torch.randn(64, 4))
     assert find_chains(step) and not find_chains(sliced(step, {"up.weight": 2}))
     # The values are larger than the weight: where a budget asks, rows are tiled rather than weights.
-    assert slice_rungs(step, 1) == []
+    assert slice_rungs(step, lambda: 1) == []
 
 
 def test_rungs_slice_what_is_huge_as_finely_as_the_missing_bytes_ask() -> None:
@@ -287,12 +287,13 @@ def test_rungs_slice_what_is_huge_as_finely_as_the_missing_bytes_ask() -> None:
 
     step = captured(Wide(), torch.randn(2, 16))
     size = 64 * 1024 * 4
-    assert [[(d.value, d.num_tiles) for d in rung] for rung in slice_rungs(step, size)] == [
+    assert [[(d.value, d.num_tiles) for d in rung] for rung in slice_rungs(step, lambda: size)] == [
         [("huge.weight", 4)],
         [("huge.weight", 16)],
     ]
-    assert [rung[0].num_tiles for rung in slice_rungs(step, 5 * size)] == [16]
-    assert slice_rungs(step, 7 * size) == slice_rungs(step, 5 * size)  # for what a refusal says is possible
+    assert [rung[0].num_tiles for rung in slice_rungs(step, lambda: 5 * size)] == [16]
+    # For what a refusal says is possible.
+    assert slice_rungs(step, lambda: 7 * size) == slice_rungs(step, lambda: 5 * size)
 
 
 class Product(nn.Module):
