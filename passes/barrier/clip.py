@@ -121,12 +121,12 @@ class Clip:
 
 def _gather_stages(step: StepGraph, pipe: PipeStage, own: fx.Node) -> fx.Node:
     """The squares of all stages' buckets, in order: to each, the others add zeros."""
-    graph, how = step.graph, {"dtype": tensor(own).dtype, "device": step.device}
-    parts, begin = list[fx.Node](), 0
+    graph, parts, begin = step.graph, list[fx.Node](), 0
     for is_own, run in itertools.groupby(range(pipe.num_buckets), pipe.buckets.__contains__):
         size = len([*run])
         if not is_own:
-            parts.append(insert_call(graph, _aten.full.default, ([size], 0.0), _WHERE, how))
+            like = step.fake((size,), tensor(own).dtype)
+            parts.append(insert_call(graph, _aten.new_zeros.default, (own, [size]), _WHERE, fake=like))
         elif size == len(pipe.buckets):
             parts.append(own)
         else:

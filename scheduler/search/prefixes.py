@@ -21,8 +21,8 @@ from zerofx.scheduler.search.rehearsal import Held, Rehearsal
 
 _SCANNED = 16  # lengths of an order that are tried, at least, before a budget is said to be out of its reach
 _HALVED_AFTER = 5  # every fifth guess is the middle of what is left, in case moves free other bytes than they should
-# The passes that the graph of ``plan_of`` has been through.
-_CARRIED_OUT = ("tile", "divide", "recompute", "spread", "compress")
+CARRIED_OUT = ("tile", "divide", "recompute", "spread", "compress")
+"""The passes that the graph of ``plan_of`` has been through, whose nodes a plan names like captured ones."""
 
 
 class Prefixes:
@@ -53,7 +53,7 @@ class Prefixes:
         if length not in self._tried:
             self._count()
             plan, carried_out = plan_of(self._question, self._items, self._moves[:length])
-            self._tried[length] = (self._rehearsal.peak_memory(plan, carried_out, _CARRIED_OUT), plan)
+            self._tried[length] = (self._rehearsal.peak_memory(plan, carried_out, CARRIED_OUT), plan)
         return self._tried[length]
 
     @property

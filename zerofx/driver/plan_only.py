@@ -20,6 +20,7 @@ from zerofx.capture.objective.token_weighted_loss import add_term_counts
 from zerofx.capture.values.constant_arguments import ConstantArguments
 from zerofx.choices import Backend, PrecisionWord
 from zerofx.deferred import make_buffers
+from zerofx.driver.alike import KnownStage, Structure
 from zerofx.driver.captures import Captures
 from zerofx.driver.driver import lower_step
 from zerofx.driver.meshes.choice import choose_mesh
@@ -336,8 +337,8 @@ def _plan_stages(request: Request, one_rank: Captures, balance: Balance) -> Plan
         return cut_into_stages(request, one_rank, balance=balance, num_chunks=num_chunks)
 
     def plan_in(order: StageOrder, cut: CutStep) -> list[PlannedStage]:
-        ordered = order.request(request)
-        planned[order] = plan_all(partial(_plan_stage, ordered, order.captures(stage)) for stage in cut.stages)
+        ordered, known = order.request(request), list[KnownStage]()
+        planned[order] = plan_all(partial(_plan_stage, ordered, order.captures(stage), known) for stage in cut.stages)
         outcomes[order] = [PlannedStage.of(stage.lowered) for stage in planned[order]]
         return outcomes[order]
 
@@ -354,8 +355,11 @@ def _plan_stages(request: Request, one_rank: Captures, balance: Balance) -> Plan
     return replace(largest, stages=tuple(predicted))
 
 
-def _plan_stage(request: Request, captures: Captures) -> PlannedStep:
+def _plan_stage(request: Request, captures: Captures, known: list[KnownStage] | None = None) -> PlannedStep:
+    """The step, or the stage, that ``captures`` are of; ``known``: stages that have been planned, to which it comes."""
     options, machine = request.options, request.machine
+    if known and (alike := _plan_alike(request, captures, known)) is not None:
+        return alike
     budget = aim = budget_bytes(options.memory_budget, machine)
     nearest: int | None = None
 
@@ -384,10 +388,26 @@ def _plan_stage(request: Request, captures: Captures) -> PlannedStep:
         lowered = lower_step(prepared, prepared.graph_for(decided), decided, target)
         peak = lowered.plan.peak_bytes["device"]
         if budget is None or not options.arena or peak <= budget:
+            if known is not None:
+                known.append(KnownStage(Structure.of(prepared, decided), lowered))
             return PlannedStep(lowered, prepared.layout, machine)
         # Plans are searched for what is live at once; an arena takes more.
         nearest = min(peak, nearest or peak)
         aim = budget - (peak - decided.peak_bytes["device"])
+
+
+def _plan_alike(request: Request, captures: Captures, known: Sequence[KnownStage]) -> PlannedStep | None:
+    """The stage with the plan of one that it is alike; None where it is alike none."""
+    prepared = prepare(request, captures)
+    target = request.target(prepared.captured.device, on_cpu=request.machine.is_cpu)
+    for stage in known:
+        own = Structure.of(prepared, stage.lowered.plan)
+        plan = stage.plan_for(own)
+        if plan is not None:
+            lowered = lower_step(own.prepared, own.graph, plan, target)
+            if stage.comes_to(lowered):
+                return PlannedStep(lowered, own.prepared.layout, request.machine)
+    return None
 
 
 def best_mesh(request: Request, control: Control) -> Mesh:
