@@ -49,19 +49,19 @@ class BudgetMissedError(MemoryBudgetError):
     def _explained(self) -> tuple[str, int]:
         if self._explain is not None:
             explain, self._explain = self._explain, None
-            self.args = explain()._explained()
+            self.args = explain()._reason()
         message, least_bytes = self.args
         return str(message), int(least_bytes)
 
     @property
     def least_bytes(self) -> int:
-        return self._explained()[1]
+        return self._reason()[1]
 
     def __str__(self) -> str:
-        return self._explained()[0]
+        return self._reason()[0]
 
     def __reduce__(self) -> tuple[type[BudgetMissedError], tuple[str, int]]:
-        return type(self), self._explained()  # rank 0's errors are raised everywhere
+        return type(self), self._reason()  # rank 0's errors are raised everywhere
 
 
 def needs_least(refusals: Sequence[BudgetMissedError]) -> BudgetMissedError:
