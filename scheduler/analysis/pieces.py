@@ -10,6 +10,7 @@ The gradients of a piece are backward's operators from the first that reads what
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Collection, Iterator, Sequence
@@ -173,20 +174,15 @@ class _Use:
 
 def _uses(nodes: Sequence[fx.Node], crossing: Collection[Storage]) -> Iterator[_Use]:
     order = {node: position for position, node in enumerate(nodes)}
+    source_of = functools.cache(storage_source)
     for node in nodes:
         for storage in dict.fromkeys(outputs_of(node)):
-            readers = [reader for reader in consumers(storage[0]) if _reads(reader, storage)]
+            readers = [r for r in consumers(storage[0]) if storage in map(source_of, r.all_input_nodes)]
             forward = [order.get(reader, len(nodes)) for reader in readers if is_forward_call(reader)]
-            writes = [
-                order[r] for r in readers if r in order and any(storage_source(w) == storage for w in mutated_inputs(r))
-            ]
+            writes = [order[r] for r in readers if r in order and storage in map(source_of, mutated_inputs(r))]
             # What a random operator makes is kept, wherever it is read.
             last = len(nodes) if is_random(node) else max([order[node], *forward])
             yield _Use(order[node], last, storage_size(storage), storage in crossing, max([order[node], *writes]))
-
-
-def _reads(reader: fx.Node, storage: Storage) -> bool:
-    return any(storage_source(source) == storage for source in reader.all_input_nodes)
 
 
 def _places(nodes: Sequence[fx.Node], uses: Sequence[_Use]) -> list[int]:

@@ -46,7 +46,7 @@ class BudgetMissedError(MemoryBudgetError):
         super().__init__(message, least_bytes)
         self._explain = explain
 
-    def _explained(self) -> tuple[str, int]:
+    def _reason(self) -> tuple[str, int]:
         if self._explain is not None:
             explain, self._explain = self._explain, None
             self.args = explain()._reason()
