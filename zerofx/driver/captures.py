@@ -106,6 +106,18 @@ class Captures:
         staged.pipe, staged._uncut, staged._of_rank, staged._unrolled = pipe, self, {}, {}
         return staged
 
+    def number_buckets(self, buckets: tuple[int, ...], num_buckets: int) -> Captures:
+        """The same stage, whose trained buckets are these of the ``num_buckets`` of all stages."""
+        numbered = copy.copy(self)
+
+        def number(pipe: PipeStage | None) -> PipeStage:
+            assert pipe is not None, "a stage has buckets of its own"
+            return replace(pipe, buckets=buckets, num_buckets=num_buckets)
+
+        numbered.pipe, numbered._unrolled = number(self.pipe), {}
+        numbered._of_rank = {num: replace(step, pipe=number(step.pipe)) for num, step in self._of_rank.items()}
+        return numbered
+
     def delay_weights(self, lag: int | None) -> Captures:
         """The same stage with weight gradients so many turns after the rest of backward; None: with it."""
         assert self.pipe is not None and self._uncut is not None, "stages take turns"

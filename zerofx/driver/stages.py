@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -171,8 +171,8 @@ def cut_into_stages(
     # Those of a chunk are of one stage, in order.
     order = sorted((chunk, stage, place) for stage, own in enumerate(chunks) for place, chunk in enumerate(own))
     buckets = [tuple(number for number, (_, owner, _) in enumerate(order) if owner == pipe.number) for pipe in pipes]
-    pipes = [replace(pipe, buckets=buckets[pipe.number], num_buckets=len(order)) for pipe in pipes]
-    return CutStep(tuple(map(captures.stage_captures, pipes)), cuts, by_turns, splits, is_open, by_chunk)
+    numbered = [staged.number_buckets(own, len(order)) for staged, own in zip(stages, buckets, strict=True)]
+    return CutStep(tuple(numbered), cuts, by_turns, splits, is_open, by_chunk)
 
 
 def _check_messages_of_chunks(
