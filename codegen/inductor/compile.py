@@ -175,11 +175,6 @@ def _builds(graph: fx.Graph) -> list[Callable[[], object]]:
     return [build for build, operators in uses.items() if targets & operators]
 
 
-def _names_strides(error: AssertionError) -> bool:
-    """True if Inductor's check of a tensor's strides raised ``error``; a user's operator may raise others."""
-    return str(error).startswith("expected size ")
-
-
 def _call_on_views(name: str, views: list[tuple[int, tuple[Any, ...]]], compiled: Any) -> RegionFunction:
     def call(inputs: list[Any]) -> tuple[torch.Tensor, ...]:
         given = [inputs[i].as_strided(*args) if args else inputs[i] for i, args in views]
@@ -187,7 +182,7 @@ def _call_on_views(name: str, views: list[tuple[int, tuple[Any, ...]]], compiled
         try:
             return tuple(compiled(given))
         except AssertionError as error:
-            if not _names_strides(error):
+            if not str(error).startswith("expected size "):  # of a user's operator, not Inductor's check of strides
                 raise
             raise CompilerError(
                 f"region {name} expected an operator's result in the strides of its fake tensor, found others: "

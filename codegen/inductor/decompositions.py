@@ -98,20 +98,14 @@ def replication_pad_backward(grad: torch.Tensor, x: torch.Tensor, padding: Seque
     return grad
 
 
-def _bernoulli(chances: torch.Tensor, *, generator: torch.Generator | None = None) -> Any:
-    return NotImplemented if generator is not None else _draw(chances, chances, 0.0)
+def _bernoulli(chances: torch.Tensor, *, generator: torch.Generator | None = None, **rank: torch.Tensor) -> Any:
+    return NotImplemented if generator is not None else _draw(chances, chances, 0.0, **rank)
 
 
-def _bernoulli_of(x: torch.Tensor, p: float = 0.5, *, generator: torch.Generator | None = None) -> Any:
-    return NotImplemented if generator is not None else _draw(x, None, p)
-
-
-def _own_bernoulli(chances: torch.Tensor, *, rank: torch.Tensor, generator: None = None) -> torch.Tensor:
-    return _draw(chances, chances, 0.0, rank=rank)
-
-
-def _own_bernoulli_of(x: torch.Tensor, p: float, *, rank: torch.Tensor, generator: None = None) -> torch.Tensor:
-    return _draw(x, None, p, rank=rank)
+def _bernoulli_of(
+    x: torch.Tensor, p: float = 0.5, *, generator: torch.Generator | None = None, **rank: torch.Tensor
+) -> Any:
+    return NotImplemented if generator is not None else _draw(x, None, p, **rank)
 
 
 def _draw(x: torch.Tensor, chances: torch.Tensor | None, p: float, **rank: torch.Tensor) -> torch.Tensor:
@@ -137,8 +131,8 @@ def _embedding_gradient(
 _OWN: Decompositions = {
     aten.bernoulli.default: _bernoulli,
     aten.bernoulli.p: _bernoulli_of,
-    OWN_DRAWS[aten.bernoulli.default]: _own_bernoulli,
-    OWN_DRAWS[aten.bernoulli.p]: _own_bernoulli_of,
+    OWN_DRAWS[aten.bernoulli.default]: _bernoulli,
+    OWN_DRAWS[aten.bernoulli.p]: _bernoulli_of,
     aten.embedding_dense_backward.default: _embedding_gradient,
     aten.replication_pad1d_backward.default: replication_pad_backward,
     aten.replication_pad2d_backward.default: replication_pad_backward,

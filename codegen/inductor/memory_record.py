@@ -85,7 +85,9 @@ class _Record:
                     self._block(statement.body)
                 case ast.Delete():
                     for target in statement.targets:
-                        self._drop(target)
+                        if not isinstance(target, ast.Name) or target.id not in self._values:
+                            raise unknown_statement(target)
+                        self._release(self._values.pop(target.id))
                 case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Name(id="args")):
                     self._bind(dict(zip(map(ast.unparse, names), self._given, strict=True)))
                 case ast.Assign(targets=[ast.Name(id=name)]):
@@ -107,11 +109,6 @@ class _Record:
                 self._hold(tensor)
             self._values[name] = value
             self._release(before)
-
-    def _drop(self, target: ast.expr) -> None:
-        if not isinstance(target, ast.Name) or target.id not in self._values:
-            raise unknown_statement(target)
-        self._release(self._values.pop(target.id))
 
     def _hold(self, tensor: Tensor) -> None:
         key = memory_of(tensor)

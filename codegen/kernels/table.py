@@ -82,8 +82,6 @@ def kernels_in_use(chosen: frozenset[str] | None, device: torch.device) -> froze
 
 
 def _runs_triton(device: torch.device) -> bool:
-    return find_spec("triton") is not None and (device.type == "cuda" or _is_interpreting())
-
-
-def _is_interpreting() -> bool:
-    return bool(import_module("triton").knobs.runtime.interpret)
+    if find_spec("triton") is None:
+        return False
+    return device.type == "cuda" or bool(import_module("triton").knobs.runtime.interpret)

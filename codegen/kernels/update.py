@@ -100,7 +100,8 @@ def make_update_kernel(
         else:
             write_operator(writer, node)
     used = sorted({b.number for b in writer.buffers.values() if b.number is not None and (b.variable or b.is_written)})
-    stored = [b for b in _distinct(writer) if b.is_written and b.number is not None and b.number not in dying]
+    distinct = {id(b): b for b in writer.buffers.values()}.values()  # an operator in place has the one it writes to
+    stored = [b for b in distinct if b.is_written and b.number is not None and b.number not in dying]
     if not stored:
         raise NoKernelError("it changes nothing of the bucket's size")
     written = tuple(buffer.number for buffer in stored if buffer.number is not None)
@@ -124,11 +125,6 @@ def _add_inputs(writer: Writer, graph: fx.Graph, inputs: Sequence[Any]) -> int:
     if len(sizes) != 1 or 0 in sizes:
         raise NoKernelError(f"tensors have {sorted(sizes)} elements, where one number of them was expected")
     return sizes.pop()
-
-
-def _distinct(writer: Writer) -> list[Buffer]:
-    """Each buffer once: an operator in place has the buffer that it writes to."""
-    return list({id(buffer): buffer for buffer in writer.buffers.values()}.values())
 
 
 def _source(writer: Writer, used: Sequence[int], stored: Sequence[Buffer]) -> str:
