@@ -59,7 +59,11 @@ def forward_runs(step: StepGraph, crossing: Collection[Storage], *, divides: boo
     all_runs: list[ForwardRun] = []
     for runs in _forward_runs(step):
         crossing_bytes = sum(
-            storage_size(storage) for _, nodes in runs for node in nodes for storage in _outputs_to_save(node, crossing)
+            storage_size(storage)
+            for _, nodes in runs
+            for node in nodes
+            for storage in dict.fromkeys(outputs_of(node))
+            if storage in crossing
         )
         layers = {unit for unit, nodes in runs if unit and _is_layer(nodes, crossing)}
         divided: list[tuple[list[tuple[str, list[fx.Node]]], list[list[fx.Node]]]] = []
@@ -115,10 +119,6 @@ def _is_layer(nodes: Sequence[fx.Node], crossing: Collection[Storage]) -> bool:
     uses = list(_uses(nodes, crossing))
     inside = sum(use.num_bytes for use in uses if use.crosses and use.last < len(nodes))
     return inside >= sum(use.num_bytes for use in uses if use.last == len(nodes))
-
-
-def _outputs_to_save(node: fx.Node, crossing: Collection[Storage]) -> list[Storage]:
-    return [storage for storage in dict.fromkeys(outputs_of(node)) if storage in crossing]
 
 
 def _name(nodes: Sequence[fx.Node]) -> str:

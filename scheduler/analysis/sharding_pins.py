@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -152,7 +152,7 @@ def apply_pins(ways: ShardingWays, pins: Pins, unasked: Collection[str] = ()) ->
             raise UsageError(
                 f"expected what {pin.module} gives, {list(tensor(node).shape)}, {lies} on "
                 f"{ways.num_ranks} ranks of the model axis, as {pin} asks, found {_operator(source)} in the way, which "
-                f"can give it {_list(dict.fromkeys(str(rule.outputs[index]) for rule in rules[first]))}"
+                f"can give it {', '.join(dict.fromkeys(str(rule.outputs[index]) for rule in rules[first]))}"
             )
         rules[first] = left_rules
     return replace(ways, placeholders=placeholders, rules=rules)
@@ -264,7 +264,7 @@ def _conflict(ways: ShardingWays, node: fx.Node, pin: Pin) -> str:
         reader = following[0][0]
         if len(read_tensors(reader)) > 1:
             break
-    possible = _list(map(str, ways.placeholders[ways.classes.first[node]]))
+    possible = ", ".join(map(str, ways.placeholders[ways.classes.first[node]]))
     return (
         f"expected {placeholder(node).name}, {list(tensor(node).shape)}, to lie on {ways.num_ranks} ranks of the model "
         f"axis as {pin} asks, found {_operator(reader)} in the way, with which it can lie {possible}: pin it "
@@ -279,13 +279,9 @@ def _operator(node: fx.Node) -> str:
     return f"{node.name} ({target_name(node)} of {shapes}) {source_line(node)}".rstrip()
 
 
-def _list(names: Iterable[str]) -> str:
-    return ", ".join(names)
-
-
 def _names_nothing(pattern: str, word: str, known: list[str]) -> str:
     near = difflib.get_close_matches(pattern, known, _NEAREST, cutoff=0.4) or known[:_NEAREST]
     return (
         f"expected shardings to name modules with parameters, or parameters, or patterns of names such as "
-        f"'layers.*.up', found {pattern!r}: {word!r}, which names none; near it are {_list(near)}"
+        f"'layers.*.up', found {pattern!r}: {word!r}, which names none; near it are {', '.join(near)}"
     )

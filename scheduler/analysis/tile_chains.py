@@ -104,8 +104,8 @@ def find_chains(step: StepGraph) -> list[Chain]:
     finder = _Finder(step)
     chains: list[Chain] = []
     taken: set[fx.Node] = set()
-    for product in [n for n in step.calls() if _is_product(n) and origin(n).phase is Phase.FORWARD]:
-        if product in taken or not finder.towers(product):
+    for product in [n for n in step.calls() if facts_of(n.target).kind is OperatorKind.PRODUCT]:
+        if origin(product).phase is not Phase.FORWARD or product in taken or not finder.towers(product):
             continue
         for num_rows in _row_counts(product):
             chain = finder.chain(product, num_rows)
@@ -114,10 +114,6 @@ def find_chains(step: StepGraph) -> list[Chain]:
                 taken |= chain.members
                 break
     return chains
-
-
-def _is_product(node: fx.Node) -> bool:
-    return facts_of(node.target).kind is OperatorKind.PRODUCT
 
 
 def _row_counts(product: fx.Node) -> Iterator[int]:

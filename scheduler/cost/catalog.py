@@ -51,6 +51,12 @@ def _update(host_bandwidth: float) -> HostUpdate:
     return HostUpdate(_UPDATE_THREADS, min(bandwidth, _UPDATE_THREADS * _THREAD_BANDWIDTH), _THREAD_BANDWIDTH)
 
 
+def _drives(number: int, num_bytes: float = 3.84e12, read: float = 6.8e9, write: float = 4.0e9) -> Nvme:
+    """A node's drives, of so many bytes each; by default those of DGX systems, of the fourth generation of PCIe."""
+    paths = Link(number * read, _DRIVE_LATENCY), Link(number * write, _DRIVE_LATENCY)
+    return Nvme(int(number * num_bytes), *paths)
+
+
 def _gpu(
     name: str,
     source: str,
@@ -65,9 +71,7 @@ def _gpu(
     host_bandwidth: float,
     host_flops: float,
     pcie: float,
-    nvme_bytes: float,
-    nvme_read: float,
-    nvme_write: float,
+    nvme: Nvme,
 ) -> Machine:
     """One row: 8 accelerators a node, `node_gbit` of network a node, drives and host memory as node totals."""
     return Machine(
@@ -86,7 +90,7 @@ def _gpu(
             Link(pcie, _COPY_LATENCY),
             _update(host_bandwidth),
         ),
-        nvme=Nvme(int(nvme_bytes), Link(nvme_read, _DRIVE_LATENCY), Link(nvme_write, _DRIVE_LATENCY)),
+        nvme=nvme,
     )
 
 
@@ -104,9 +108,7 @@ def _a100(name: str, memory_gib: int, memory_bandwidth: float, host_gib: int, dr
         host_bandwidth=409.6e9,
         host_flops=2 * 64 * 2.25e9 * 32,
         pcie=_PCIE4,
-        nvme_bytes=drives * 3.84e12,
-        nvme_read=drives * 6.8e9,
-        nvme_write=drives * 4.0e9,
+        nvme=_drives(drives),
     )
 
 
@@ -124,9 +126,7 @@ def _hopper(name: str, source: str, memory_gib: int, memory_bandwidth: float) ->
         host_bandwidth=614.4e9,
         host_flops=2 * 56 * 2.0e9 * 64,
         pcie=_PCIE5,
-        nvme_bytes=8 * 3.84e12,
-        nvme_read=8 * 6.8e9,
-        nvme_write=8 * 4.0e9,
+        nvme=_drives(8),
     )
 
 
@@ -146,9 +146,7 @@ def list_machines() -> tuple[Machine, ...]:
             host_bandwidth=256e9,  # 2 sockets x 6 x DDR4-2666
             host_flops=48 * 2.5e9 * 64,
             pcie=_PCIE3,
-            nvme_bytes=1.8e12,
-            nvme_read=2 * 3.0e9,
-            nvme_write=2 * 1.4e9,
+            nvme=_drives(2, 0.9e12, 3.0e9, 1.4e9),
         ),
         _a100("a100-40", 40, 1555e9, host_gib=1024, drives=4),
         _a100("a100-80", 80, 2039e9, host_gib=2048, drives=8),
@@ -165,9 +163,7 @@ def list_machines() -> tuple[Machine, ...]:
             host_bandwidth=614.4e9,
             host_flops=2 * 56 * 2.0e9 * 64,
             pcie=_PCIE5,
-            nvme_bytes=4 * 3.84e12,
-            nvme_read=4 * 6.8e9,
-            nvme_write=4 * 4.0e9,
+            nvme=_drives(4),
         ),
         _hopper("h100-sxm", "NVIDIA H100 datasheet (SXM5)", 80, 3350e9),
         _hopper("h200", "NVIDIA H200 datasheet (SXM5)", 141, 4800e9),
@@ -184,9 +180,7 @@ def list_machines() -> tuple[Machine, ...]:
             host_bandwidth=716.8e9,  # 2 sockets x 8 x DDR5-5600
             host_flops=2 * 56 * 2.1e9 * 64,
             pcie=_PCIE5,
-            nvme_bytes=8 * 3.84e12,
-            nvme_read=8 * 6.8e9,
-            nvme_write=8 * 4.0e9,
+            nvme=_drives(8),
         ),
         _gpu(
             "l4",
@@ -201,9 +195,7 @@ def list_machines() -> tuple[Machine, ...]:
             host_bandwidth=281.6e9,  # 2 sockets x 6 x DDR4-2933
             host_flops=48 * 2.2e9 * 64,
             pcie=_PCIE4,
-            nvme_bytes=8 * 375e9,
-            nvme_read=3.1e9,
-            nvme_write=1.6e9,
+            nvme=_drives(1, 8 * 375e9, 3.1e9, 1.6e9),  # of 8, together
         ),
         _gpu(
             "rtx-4090",
@@ -219,9 +211,7 @@ def list_machines() -> tuple[Machine, ...]:
             host_bandwidth=204.8e9,  # 1 socket x 8 x DDR4-3200
             host_flops=64 * 2.45e9 * 32,
             pcie=_PCIE4,
-            nvme_bytes=2 * 3.84e12,
-            nvme_read=2 * 6.8e9,
-            nvme_write=2 * 4.0e9,
+            nvme=_drives(2),
         ),
         _gpu(
             "mi300x",
@@ -236,9 +226,7 @@ def list_machines() -> tuple[Machine, ...]:
             host_bandwidth=921.6e9,
             host_flops=2 * 96 * 2.4e9 * 32,
             pcie=_PCIE5,
-            nvme_bytes=8 * 3.84e12,
-            nvme_read=8 * 6.8e9,
-            nvme_write=8 * 4.0e9,
+            nvme=_drives(8),
         ),
         Machine(
             name="cpu",

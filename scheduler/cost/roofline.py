@@ -70,9 +70,12 @@ def node_cost(node: fx.Node, machine: Machine) -> NodeCost:
         return NodeCost(flops, read, written, _roofline(flops, read + written, rate, machine))
     if runs_on_host(node):
         read, written = _bytes_of_pass(node)
-    is_product = packet is not None or _is_grouped_product(node.target)
-    dtype = _input_dtype(node) if is_product else _output_dtype(node) or _input_dtype(node)
-    if facts_of(node.target).traffic is Traffic.ALLOCATES or dtype is None:
+    facts = facts_of(node.target)
+    # The registry does not know products of groups, but the operator table counts them.
+    is_product = packet is not None or (facts.is_cubic and facts.flops is not None)
+    outputs = [] if is_product else tensors_of(node)
+    dtype = outputs[0].dtype if outputs else _input_dtype(node)
+    if facts.traffic is Traffic.ALLOCATES or dtype is None:
         seconds = 0.0
     else:
         seconds = _roofline(flops, read + written, _rate(packet, dtype, machine, is_product=is_product), machine)
@@ -130,12 +133,6 @@ def _matmul_packet(target: OpOverload) -> Any:
     same = facts_of(target).counted_as
     packet = target.overloadpacket if same is None else getattr(torch.ops.aten, same)
     return packet if packet in flop_registry else None
-
-
-def _is_grouped_product(target: OpOverload) -> bool:
-    """True for products that the registry does not know, but the operator table counts."""
-    facts = facts_of(target)
-    return facts.is_cubic and facts.flops is not None
 
 
 def _rate(packet: Any, dtype: torch.dtype, machine: Machine, *, is_product: bool) -> float:
@@ -249,11 +246,6 @@ def _output_bytes(owner: tuple[fx.Node, int]) -> int:
     if isinstance(tensor, Tensor):
         return storage_bytes(tensor)
     return sum(storage_bytes(item) for item in tensors_of(node))
-
-
-def _output_dtype(node: fx.Node) -> torch.dtype | None:
-    tensors = tensors_of(node)
-    return tensors[0].dtype if tensors else None
 
 
 def _input_dtype(node: fx.Node) -> torch.dtype | None:

@@ -148,7 +148,11 @@ def simulate(
             break
         before = left
     assert slowest is not None
-    return Simulation(_timings(step, slowest), live, slowest.compute, sent)
+    timings = {  # of copies that run on, as they did in the step before
+        node: replace(slowest.timings[node], num_runs=times) if times > 1 else slowest.timings[node]
+        for node, times in times_run(step).items()
+    }
+    return Simulation(timings, live, slowest.compute, sent)
 
 
 @dataclass(frozen=True)
@@ -178,14 +182,6 @@ class _UnderWay:
             if mine.keys() != others.keys() or any(abs(mine[k] - others[k]) > _SAME_SECONDS for k in mine):
                 return False
         return True
-
-
-def _timings(step: StepGraph, clocks: _Clocks) -> dict[fx.Node, NodeTiming]:
-    """A timing for each call, in order; of those copies that run on, as they did in the step before."""
-    return {
-        node: replace(clocks.timings[node], num_runs=times) if times > 1 else clocks.timings[node]
-        for node, times in times_run(step).items()
-    }
 
 
 def _run(

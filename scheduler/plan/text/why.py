@@ -32,19 +32,15 @@ def why(plan: Plan, name: str) -> str:
     Raises:
         PlanError: the plan knows no such name.
     """
-    lines = [*_step_lines(plan, name), *_node_lines(plan, name), *_module_lines(plan, name)]
+    lines = [*_node_lines(plan, name), *_module_lines(plan, name)]
+    if name == "accumulate":
+        lines.insert(0, f"{plan.num_micro_batches} micro-batch(es) before each update: {plan.micro_batches_reason}")
     if not lines:
         raise PlanError(
             f"expected the name of a layer, a bucket or a node that the plan decides about, found {name!r}: "
             f"{_nearest(plan, name)}"
         )
     return "\n".join([f"{name}:", *(f"  {line}" for line in lines)])
-
-
-def _step_lines(plan: Plan, name: str) -> Iterator[str]:
-    """Decisions about the step as a whole."""
-    if name == "accumulate":
-        yield f"{plan.num_micro_batches} micro-batch(es) before each update: {plan.micro_batches_reason}"
 
 
 def _node_lines(plan: Plan, name: str) -> Iterator[str]:
@@ -193,15 +189,13 @@ def _tile(decision: TileDecision) -> str:
     )
 
 
-def _parts(bucket: str) -> list[str]:
-    """The modules that a bucket's name is made of: loose parameters have the names of several."""
-    return bucket.split("+")
-
-
 def _is_related(bucket: str, name: str) -> bool:
-    """True if a name is a bucket's, or that of a module in it or around it, or of a parameter that it is a slice of."""
+    """True if a name is a bucket's, or that of a module in it or around it, or of a parameter that it is a slice of.
+
+    A bucket of loose parameters has the names of several modules.
+    """
     return name in (bucket, bucket.partition("[")[0]) or any(
-        is_within(part, name) or is_within(name, part) for part in _parts(bucket)
+        is_within(part, name) or is_within(name, part) for part in bucket.split("+")
     )
 
 
