@@ -18,7 +18,7 @@ from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.streams import axes_of
 from zerofx.ir.text import node_text
-from zerofx.scheduler.plan.mesh import MODEL, Axis, Mesh
+from zerofx.scheduler.plan.mesh import MODEL, Axis
 
 _GATHERS = frozenset({ops.all_gather, ops.all_gather_into})
 
@@ -41,7 +41,8 @@ def check_norm(step: StepGraph, layout: BucketLayout) -> None:
                 cut |= axes
             elif node.target in _GATHERS:
                 cut -= axes
-        asked = _copy_axes(bucket, layout.mesh)
+        # Those on which ranks have the bucket's parameters, and so the sum of their gradients.
+        asked = set(layout.mesh.axes_in_use(layout.mesh.stage_axes)) - (set(MODEL) if bucket.has_model_parts else set())
         if cut != asked:
             _fail(squares, cut, asked)
 
@@ -61,11 +62,6 @@ def _bucket(way: list[fx.Node], layout: BucketLayout) -> Bucket | None:
     buffer = way[-1]
     index = buffer.args[0] if buffer.target is ops.empty_gradients else None
     return layout.buckets[index] if isinstance(index, int) else None
-
-
-def _copy_axes(bucket: Bucket, mesh: Mesh) -> set[Axis]:
-    """The axes on which ranks have the bucket's parameters, and so the sum of their gradients."""
-    return set(mesh.axes_in_use(mesh.stage_axes)) - (set(MODEL) if bucket.has_model_parts else set())
 
 
 def _fail(squares: fx.Node, cut: set[Axis], asked: set[Axis]) -> NoReturn:

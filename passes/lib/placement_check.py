@@ -99,7 +99,9 @@ class _Check:
         if any(kinds is None for kinds in read):
             return None
         kinds = [kinds[0] for kinds in read if kinds is not None]
-        if node.target is ops.shift_values or self._attends_to_some(node):
+        # Several calls together attend from a rank's tokens to all others.
+        attends_to_some = node.name not in self.whole and is_attention(node.target)
+        if node.target is ops.shift_values or attends_to_some:
             self.unknown.append(node)
             return None
         if node.target in ops.VALUE_COLLECTIVES:
@@ -112,10 +114,6 @@ class _Check:
         elif any(not kinds for kinds, result in zip(possible, results_of(node), strict=True) if result is not None):
             self._fail(node, "no way in which its result could lie follows from what it reads")
         return possible
-
-    def _attends_to_some(self, node: fx.Node) -> bool:
-        """True if a call is one of several that together attend from a rank's tokens to all others."""
-        return node.name not in self.whole and is_attention(node.target)
 
     def _collective(self, node: fx.Node, kinds: Kinds) -> Kinds:
         """Kinds of a collective's result."""

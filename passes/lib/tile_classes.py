@@ -94,12 +94,10 @@ class _Tiler:
                 left = self._call(_aten.t.default, grad) if is_product else grad
                 parts[node].append(self._call(node.target, left, *node.args[1:], **node.kwargs))
         whole = {node: self._cast(total, tensor(node).dtype) for node, total in sums.items()}
-        joined = {node: self._call(_aten.cat.default, some, self._axis(node)) for node, some in parts.items()}
+        # Of what is summed over the rows, a matrix has the classes along its first axis, a sum along its last.
+        axes = {node: 0 if node.target is _aten.mm.default else tensor(node).dim() - 1 for node in parts}
+        joined = {node: self._call(_aten.cat.default, some, axes[node]) for node, some in parts.items()}
         return whole | joined
-
-    def _axis(self, node: fx.Node) -> int:
-        """The axis of classes of what is summed over the rows: a matrix's first, a sum's last."""
-        return 0 if node.target is _aten.mm.default else tensor(node).dim() - 1
 
     def _logits(self, start: int, end: int) -> fx.Node:
         *bias, values, weight = self._head.product.args

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import torch
 from torch import fx
 
 from zerofx.ir import ops
@@ -15,6 +18,8 @@ from zerofx.passes.lib.placed_states import HOST, state_decision
 from zerofx.passes.shard import add_master, parameter_tier
 from zerofx.scheduler.plan.plan import Plan
 
+Nodes = dict[str, fx.Node]
+
 
 def add_stored(
     step: StepGraph,
@@ -23,7 +28,7 @@ def add_stored(
     program: UpdateProgram,
     master: fx.Node | None,
     owned: OwnedSizes | None = None,
-) -> tuple[dict[str, fx.Node], dict[str, fx.Node], dict[str, fx.Node]]:
+) -> tuple[Nodes, Nodes, Nodes]:
     """Placeholders of a bucket's state between steps besides its parameters: states, and the master as ``param`` if
     there is one; the host buffers of a delayed update; and the scalar states that a kernel reads on the device.
 
@@ -36,46 +41,29 @@ def add_stored(
         master = add_master(step, bucket, local)
     if master is None and owned is not None and owned.has_master:
         master = add_master(step, bucket, owned.numel)
+
+    def add(role: Role, dtypes: Mapping[str, torch.dtype], shape: tuple[int, ...], suffix: str = "") -> Nodes:
+        return {
+            name: step.add_placeholder(
+                f"{name}_{bucket.index}{suffix}", Placeholder(role, name, bucket.index), shape, dtype
+            )
+            for name, dtype in dtypes.items()
+        }
+
     of_states = local if owned is None else owned.state_bytes
-    stored = _add_states(step, bucket, program, of_states) | ({} if master is None else {"param": master})
+    stored = add(Role.STATE, {state.name: state.dtype for state in program.states}, (of_states,))
+    stored |= {} if master is None else {"param": master}
     for node in stored.values():
         set_tier(node, DEVICE if decision is None else decision.tier)
-    delayed = _add_delayed(step, bucket, local) if decision is not None and decision.delayed else {}
-    return stored, delayed, _add_scalars(step, bucket, program)
-
-
-def _add_delayed(step: StepGraph, bucket: Bucket, local: int) -> dict[str, fx.Node]:
-    """Placeholders of a delayed update's host buffers, which stay from one step to the next: the reduced gradient, and
-    the parameters' new values in the compute dtype if the master has another."""
-    dtypes = {"grad": bucket.reduce_dtype} | ({"low": bucket.compute_dtype} if bucket.has_master else {})
-    return {
-        name: set_tier(
-            step.add_placeholder(
-                f"{name}_{bucket.index}_host", Placeholder(Role.DELAYED, name, bucket.index), (local,), dtype
-            ),
-            HOST,
-        )
-        for name, dtype in dtypes.items()
-    }
-
-
-def _add_states(step: StepGraph, bucket: Bucket, program: UpdateProgram, local: int) -> dict[str, fx.Node]:
-    return {
-        state.name: step.add_placeholder(
-            f"{state.name}_{bucket.index}", Placeholder(Role.STATE, state.name, bucket.index), (local,), state.dtype
-        )
-        for state in program.states
-    }
-
-
-def _add_scalars(step: StepGraph, bucket: Bucket, program: UpdateProgram) -> dict[str, fx.Node]:
-    """The scalar states that a kernel reads on the device."""
-    return {
-        scalar.name: step.add_placeholder(
-            f"{scalar.name}_{bucket.index}", Placeholder(Role.SCALAR_STATE, scalar.name, bucket.index), (), scalar.dtype
-        )
-        for scalar in program.tensor_scalars
-    }
+    delayed: Nodes = {}
+    if decision is not None and decision.delayed:
+        # Which stay from one step to the next: the reduced gradient, and the parameters' new values in the compute
+        # dtype if the master has another.
+        dtypes = {"grad": bucket.reduce_dtype} | ({"low": bucket.compute_dtype} if bucket.has_master else {})
+        delayed = add(Role.DELAYED, dtypes, (local,), "_host")
+        for node in delayed.values():
+            set_tier(node, HOST)
+    return stored, delayed, add(Role.SCALAR_STATE, {s.name: s.dtype for s in program.tensor_scalars}, ())
 
 
 def add_hyperparameters(step: StepGraph, bucket: Bucket, program: UpdateProgram) -> fx.Node:

@@ -67,7 +67,8 @@ class CastGathers:
                 shard = slice_gathered(gather)
                 with step.graph.inserting_before(gather):
                     args = (shard, scales[key][0], bucket.index, scaled, scales[key][1])
-                    low[key] = insert_call(step.graph, ops.fp8_slice_cast, args, origin(gather), _axes_of(bucket))
+                    over = {"over": axes_text(bucket.gathered_over)}
+                    low[key] = insert_call(step.graph, ops.fp8_slice_cast, args, origin(gather), over)
             _gather_casts(step, bucket, gather, low[key], scales[key], scaled)
 
 
@@ -104,10 +105,6 @@ def _bucket_of(gather: fx.Node) -> int:
     index = gather.args[1]
     assert isinstance(index, int)
     return index
-
-
-def _axes_of(bucket: Bucket) -> dict[str, str]:
-    return {"over": axes_text(bucket.gathered_over)}
 
 
 def _kinds_of_casts(source: fx.Node) -> set[tuple[Scaled, bool] | None]:
