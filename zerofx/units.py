@@ -1,10 +1,12 @@
-"""Texts of sizes, times and lists for people: bytes as KiB, MiB, GiB; seconds as µs, ms, s; a few of many."""
+"""Texts of sizes, times, lists and tables for people: bytes as KiB, MiB, GiB; seconds as µs, ms, s; a few of many."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
+
+from tabulate import tabulate
 
 from zerofx.errors import UsageError
 
@@ -59,3 +61,9 @@ def first_few(items: Iterable[str]) -> str:
     """The first of ``items``, and how many more there are."""
     listed = list(items)
     return ", ".join(listed[:_SHOWN]) + (f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else "")
+
+
+def text_table(rows: Sequence[Sequence[str]], headers: Sequence[str], left: Sequence[int] = (0,)) -> str:
+    """``rows`` under ``headers``: the columns at the places ``left`` to the left, others to the right."""
+    align = ["left" if place in left else "right" for place in range(len(headers))]
+    return tabulate(rows, headers, colalign=align, disable_numparse=True, tablefmt="simple", preserve_whitespace=True)

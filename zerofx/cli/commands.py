@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from tabulate import tabulate
 
 import zerofx
 from zerofx.cli.arguments import make_training, read_machine, training_options, world
@@ -17,7 +16,7 @@ from zerofx.errors import UsageError, ZeroFXError
 from zerofx.options import PlanKeywords, TuneKeywords
 from zerofx.scheduler.cost.catalog import list_machines
 from zerofx.scheduler.cost.machine import Link, Machine
-from zerofx.units import format_bytes, format_seconds, parse_bytes
+from zerofx.units import format_bytes, format_seconds, parse_bytes, text_table
 
 
 def _say(text: str, *, err: bool = False) -> None:
@@ -219,8 +218,7 @@ def machines_command(measure: bool, nvme: str | None) -> None:
         if rank > 0:
             return
     rows = [_machine_row(machine) for machine in machines]
-    align = ("left", *["right"] * (len(headers) - 1))
-    _say(tabulate(rows, headers, colalign=align, disable_numparse=True, tablefmt="simple"))
+    _say(text_table(rows, headers))
     _say(
         "\nbandwidth: memory, read plus written. float32, bfloat16, float16: dense peaks of matrix multiplication, in\n"
         "FLOP/s. within node, between: links in one direction, and seconds a hop; between nodes, one device's share.\n"

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tabulate import tabulate
-
 from zerofx.scheduler.plan.mesh import Mesh
-from zerofx.units import format_bytes, format_seconds
+from zerofx.units import format_bytes, format_seconds, text_table
 
 _HEADERS = ("mesh", "peak", "step", "per sample", "exposed", "within nodes", "across nodes", "")
 
@@ -74,8 +72,7 @@ class MeshComparison:
             is_skipped = outcome.mesh.pipe > 1 and outcome.verdict == "slower"
             (rest if is_skipped and any(each.mesh.pipe > 1 for each in shown) else shown).append(outcome)
         rows = [_row(outcome) for outcome in shown]
-        align = ("left", *["right"] * 6, "left")
-        table = tabulate(rows, _HEADERS, colalign=align, disable_numparse=True, tablefmt="simple")
+        table = text_table(rows, _HEADERS, left=(0, 7))
         troubles = {outcome.trouble: outcome.mesh for outcome in reversed(self.outcomes) if outcome.trouble}
         notes = [f"{mesh}: {trouble}" for trouble, mesh in troubles.items()]
         if rest:

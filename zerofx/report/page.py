@@ -123,7 +123,8 @@ def page(schedule: ScheduleData, title: str, limits: Mapping[str, int], notes: s
     totals = schedule.totals
     highest = max((held for _, held in schedule.memory), key=lambda held: sum(held.values()), default={})
     about_limits = "".join(
-        f" The peak {_verdict(totals.peak_bytes, size)} the {escape(name)}, {format_bytes(size)}."
+        f" The peak is {format_bytes(abs(size - totals.peak_bytes))} "
+        f"{'below' if totals.peak_bytes <= size else 'ABOVE'} the {escape(name)}, {format_bytes(size)}."
         for name, size in limits.items()
     )
     whole_plan = (
@@ -330,7 +331,3 @@ def _cell(text: str) -> str:
 
 def _number(text: str) -> str:
     return f'<td class="number">{escape(text)}</td>'
-
-
-def _verdict(peak_bytes: int, limit: int) -> str:
-    return f"is {format_bytes(abs(limit - peak_bytes))} {'below' if peak_bytes <= limit else 'ABOVE'}"

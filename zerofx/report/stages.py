@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tabulate import tabulate
-
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.units import format_bytes, format_seconds
+from zerofx.units import format_bytes, format_seconds, text_table
 
 _HEADERS = ("part", "begins with", "parameters", "peak", "idle", "of the step")
 
@@ -27,5 +25,4 @@ def stage_table(plans: Sequence[Plan]) -> str:
                 f"{100 * idle / plan.step_seconds:.1f} %" if plan.step_seconds else "",
             )
         )
-    align = ("left", "left", *["right"] * 4)
-    return tabulate(rows, _HEADERS, colalign=align, disable_numparse=True, tablefmt="simple")
+    return text_table(rows, _HEADERS, left=(0, 1))

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tabulate import tabulate
-
 from zerofx.report.rows import ScheduleRow, Totals
 from zerofx.scheduler.plan.text.fold import Block, fold, span
-from zerofx.units import format_bytes, format_count, format_seconds, tiers_text
+from zerofx.units import format_bytes, format_count, format_seconds, text_table, tiers_text
 
 HEADERS = ("#", "what", "layer", "phase", "stream", "in", "out", "live", "peak", "wire", "FLOPs", "waits", "time")
-_ALIGN = ("right", *["left"] * 4, *["right"] * 8)
 INDENT = "  "  # before what a folded layer runs
 
 
 def schedule_table(instructions: Sequence[ScheduleRow], totals: Totals, fold_layers: bool) -> str:
     """A line per instruction, and the totals; see ``schedule_lines``."""
     lines = schedule_lines(instructions, fold_layers)
-    table = tabulate(
-        lines, HEADERS, colalign=_ALIGN, disable_numparse=True, tablefmt="simple", preserve_whitespace=True
-    )
-    return f"{table}\n\n{totals_line(totals)}"
+    return f"{text_table(lines, HEADERS, left=(1, 2, 3, 4))}\n\n{totals_line(totals)}"
 
 
 def schedule_lines(instructions: Sequence[ScheduleRow], fold_layers: bool) -> list[list[str]]:

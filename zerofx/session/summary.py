@@ -25,7 +25,7 @@ from zerofx.scheduler.cost.machine import MEASURED
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.text.overview import arena_words, bucket_table, heading
 from zerofx.scheduler.plan.text.reasons import one_line, reasons
-from zerofx.units import first_few, format_bytes, format_count, format_seconds
+from zerofx.units import first_few, format_bytes, format_count, format_seconds, text_table
 
 _NEAR = 0.15  # of a predicted time: plans that differ by more are told apart
 
@@ -111,8 +111,7 @@ def _predictions(plan: Plan, measured: Measurement | None) -> str:
         ]
         headers.append("measured")
         lines = [[*line, text] for line, text in zip(lines, outcomes, strict=True)]
-    align = ("left", *["right"] * (len(headers) - 1))
-    return tabulate(lines, headers, colalign=align, disable_numparse=True, tablefmt="simple")
+    return text_table(lines, headers)
 
 
 def _rungs(step: Summarised) -> Iterator[str]:
@@ -125,7 +124,7 @@ def _rungs(step: Summarised) -> Iterator[str]:
         for rung in step.rungs
     ]  # fmt: skip
     headers = ["tokens", "samples", "peak on the device", "time of a step", "tokens a second", "steps done"]
-    yield tabulate(lines, headers, colalign=["right"] * len(headers), disable_numparse=True, tablefmt="simple")
+    yield text_table(lines, headers, left=())
     if step.options.memory_budget is not None:
         yield f"the longest that fits memory_budget: {max(rung.length for rung in step.rungs):,} of lengths="
 
@@ -182,8 +181,7 @@ def _links(compiled: CompiledStep, measured: Measurement | None) -> str:
         lines.append(line)
     if measured is not None:
         headers += ["measured", "per second", "overlapped"]
-    align = ("left", *["right"] * (len(headers) - 1))
-    return tabulate(lines, headers, colalign=align, disable_numparse=True, tablefmt="simple")
+    return text_table(lines, headers)
 
 
 def _speed(num_bytes: int, seconds: float) -> str:

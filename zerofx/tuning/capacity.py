@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Unpack
 
 import torch
-from tabulate import tabulate
 from torch import nn
 
 from zerofx.budgets import budget_bytes
@@ -25,7 +24,7 @@ from zerofx.options import CompileOptions, PlanKeywords, check_options
 from zerofx.progress import watch_progress
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.search.problem import BudgetMissedError
-from zerofx.units import format_bytes
+from zerofx.units import format_bytes, text_table
 
 
 class SizeTried(NamedTuple):
@@ -65,9 +64,7 @@ class SearchResult:
             for trial in sorted(self.tried)
         ]
         headers = (self.quantity, "peak", f"of {format_bytes(self.limit_bytes)}", "", "")
-        align = ("right", "right", "right", "left", "left")
-        table = tabulate(lines, headers, colalign=align, disable_numparse=True, tablefmt="simple")
-        return f"{self.quantity} {self.value}: {self.planned}\n\n{table}"
+        return f"{self.quantity} {self.value}: {self.planned}\n\n{text_table(lines, headers, left=(3, 4))}"
 
 
 def largest_micro_batch(

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tabulate import tabulate
-
 from zerofx.runtime.measure.measure import Measurement
 from zerofx.scheduler.cost.measured import MeasuredCosts
 from zerofx.scheduler.plan.facts import Prediction
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.units import format_bytes, format_seconds
+from zerofx.units import format_bytes, format_seconds, text_table
 
 _HEADERS = ("candidate", "peak", "measured", "time", "corrected", "measured", "")
-_ALIGN = ("left", *["right"] * 5, "left")
 
 
 @dataclass(frozen=True)
@@ -94,4 +91,4 @@ def candidate_table(candidates: Sequence[Candidate]) -> str:
             format_seconds(measured.step_seconds) if measured else "",
             candidate.outcome,
         ])  # fmt: skip
-    return tabulate(lines, _HEADERS, colalign=_ALIGN, disable_numparse=True, tablefmt="simple")
+    return text_table(lines, _HEADERS, left=(0, 6))

@@ -6,21 +6,15 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from tabulate import tabulate
-
 from zerofx.precision import dtype_name, dtype_named
-from zerofx.scheduler.plan.decisions import (
-    Absence,
-    TileDecision,
-    WireDecision,
-)
+from zerofx.scheduler.plan.decisions import Absence, TileDecision, WireDecision
 from zerofx.scheduler.plan.facts import BucketSummary
 from zerofx.scheduler.plan.mesh import SHARD
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.text.fold import fold, span
 from zerofx.scheduler.plan.text.reasons import OF_VALUES, count_values, group_by_unit, join_reasons, of_values, reasons
 from zerofx.scheduler.plan.text.shared import product_lines, sharding_lines
-from zerofx.units import format_bytes, format_count, format_seconds, tiers_text
+from zerofx.units import format_bytes, format_count, format_seconds, text_table, tiers_text
 
 _ATTENTION = re.compile(r"(?:aten\.|zerofx\.own_)_scaled_dot_product_(cudnn|flash|efficient)_attention\.default")
 _HEADERS = ("bucket", "parameters", "dtype", "slice", "whole", "group", "gathers")
@@ -60,7 +54,9 @@ def describe_plan(plan: Plan) -> str:
             f"{format_count(plan.prediction.flops)} FLOPs"
         )
         lines += arena_words(plan)
-        lines += [f"sent by each node: {node_wire(plan)}"] if plan.node_wire_bytes else []
+        if plan.node_wire_bytes:
+            sent = ", ".join(f"{format_bytes(size)} {where}" for where, size in plan.node_wire_bytes.items())
+            lines.append(f"sent by each node: {sent} nodes")
         lines += _from_best(plan)
     lines += _attention_kernels(plan)
     if any(gather.merged for gather in plan.gathers):
@@ -123,11 +119,6 @@ def wire_words(decision: WireDecision) -> str:
         *([f"reduced in {decision.reduce}"] if decision.reduce != "exact" else []),
     ]
     return ", ".join(parts)
-
-
-def node_wire(plan: Plan) -> str:
-    """Bytes that the ranks of a node send together, by destination."""
-    return ", ".join(f"{format_bytes(size)} {where}" for where, size in plan.node_wire_bytes.items()) + " nodes"
 
 
 def _budget(plan: Plan) -> str:
@@ -252,8 +243,7 @@ def bucket_table(plan: Plan) -> str:
         for block in fold(shapes)
         for place in range(block.length)
     ]
-    align = ("left", "right", "left", *["right"] * 4)
-    return tabulate(lines, _HEADERS, colalign=align, disable_numparse=True, tablefmt="simple")
+    return text_table(lines, _HEADERS, left=(0, 2))
 
 
 def _line(plan: Plan, alike: Sequence[int], gathers: Counter[int]) -> list[str]:

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
-from tabulate import tabulate
 
 from zerofx.ir.aliasing import storage_bytes
 from zerofx.ir.buckets import BucketLayout
@@ -30,7 +29,7 @@ from zerofx.runtime.measure.spans import Span, SpanLog, StreamUse, busy_seconds,
 from zerofx.runtime.tiers.stored import Stored
 from zerofx.scheduler.cost.cpu.peaks import CpuPeak, CudaPeak
 from zerofx.scheduler.cost.links import Transfer
-from zerofx.units import format_bytes, format_seconds
+from zerofx.units import format_bytes, format_seconds, text_table
 
 T = TypeVar("T")
 
@@ -76,7 +75,7 @@ class Measurement:
             ["parameters, gradients, optimizer states", format_bytes(self.model_state_bytes)],
         ]
         headers = ["per rank", f"measured, {self.num_steps} step{'' if self.num_steps == 1 else 's'}"]
-        return tabulate(lines, headers, colalign=("left", "right"), disable_numparse=True, tablefmt="simple")
+        return text_table(lines, headers)
 
 
 @dataclass(frozen=True)
