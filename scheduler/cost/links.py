@@ -88,7 +88,8 @@ def fit_links(transfers: Mapping[str, Iterable[Transfer]], machine: Machine, mes
 def fit_link(samples: Sequence[tuple[int, float, int]], predicted: MeasuredLink) -> MeasuredLink:
     """The link that explains ``samples``: bytes in increasing order, seconds, and how many transfers took them."""
     if samples[-1][0] < _APART * samples[0][0]:
-        return _scale_link(samples, predicted)
+        factor = sum(n * t for _, t, n in samples) / sum(n * predicted.seconds(x) for x, _, n in samples)
+        return MeasuredLink(predicted.latency * factor, predicted.seconds_per_byte * factor)
     # Least squares of (latency + bytes * per_byte) / seconds = 1: for each transfer 1 / seconds and bytes / seconds.
     a = sum(n / t**2 for _, t, n in samples)
     b = sum(n * x / t**2 for x, t, n in samples)
@@ -100,12 +101,6 @@ def fit_link(samples: Sequence[tuple[int, float, int]], predicted: MeasuredLink)
     if per_byte <= 0:  # larger transfers took no longer: all is latency, and bytes as fast as the machine says
         return MeasuredLink(max(0.0, d / a - predicted.seconds_per_byte * b / a), predicted.seconds_per_byte)
     return MeasuredLink(latency, per_byte) if latency >= 0 else MeasuredLink(0.0, e / c)
-
-
-def _scale_link(samples: Sequence[tuple[int, float, int]], predicted: MeasuredLink) -> MeasuredLink:
-    taken = sum(n * t for _, t, n in samples)
-    factor = taken / sum(n * predicted.seconds(x) for x, _, n in samples)
-    return MeasuredLink(predicted.latency * factor, predicted.seconds_per_byte * factor)
 
 
 @dataclass(frozen=True)

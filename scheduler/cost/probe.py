@@ -318,19 +318,15 @@ def _measure_link(device: torch.device, num_ranks: int) -> Link:
 
         def time_together() -> float:
             dist.barrier()  # ranks that drift apart send by turns, at half of what a link does both ways
-            return _host_seconds(send)
+            start = time.perf_counter()
+            send()
+            return time.perf_counter() - start
 
         # Every rank must send as often: a fixed number of runs, no time budget.
         return min(time_together() if device.type == "cpu" else _device_seconds(device, send) for _ in range(8))
 
     small, large = (seconds(num_bytes) for num_bytes in sizes)
     return _fit(sizes, (small, large))
-
-
-def _host_seconds(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
 
 
 def _device_seconds(device: torch.device, run: Callable[[], object], repeats: int = 8) -> float:

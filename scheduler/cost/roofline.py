@@ -99,8 +99,10 @@ def node_flops(node: fx.Node) -> int:
     """Floating-point operations of one node; a multiply and an add count as two. 0 for views and copies."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload) or is_view(node):
         return 0
-    if node.target is ops.update_whole:
-        return _whole_flops(node)
+    if node.target is ops.update_whole:  # which says them itself
+        flops = node.kwargs["flops"]
+        assert isinstance(flops, int)
+        return flops
     packet = _matmul_packet(node.target)
     if packet is not None:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
@@ -119,13 +121,6 @@ def node_flops(node: fx.Node) -> int:
     if facts.is_pointwise and outputs:
         return facts.per_element * outputs[0].numel()
     return facts.per_element * max(tensor.numel() for tensor in (*inputs, *outputs))
-
-
-def _whole_flops(node: fx.Node) -> int:
-    """Those that the node itself says."""
-    flops = node.kwargs["flops"]
-    assert isinstance(flops, int)
-    return flops
 
 
 def _matmul_packet(target: OpOverload) -> Any:

@@ -36,30 +36,17 @@ class Variation:
     searched: bool = True
 
 
-def variations(options: CompileOptions, mesh: Mesh) -> tuple[Variation, ...]:
+def variations(options: CompileOptions, mesh: Mesh) -> Iterator[Variation]:
     """All variations of the requested options, those first. Several may lead to one plan."""
-    gathers = options.stage == 3 and mesh.num_ranks > mesh.replicate
-    return (
-        Variation("as asked", options),
-        *_vary_recompute(options),
-        *_vary_offload(options),
-        *(_vary_gathers(options) if gathers else ()),
-    )
-
-
-def _vary_recompute(options: CompileOptions) -> Iterator[Variation]:
+    yield Variation("as asked", options)
     if options.recompute == "auto":
         yield Variation("recompute nothing", replace(options, recompute="none"))
     if options.recompute != "none":
         yield Variation("recompute all", replace(options, recompute="full"), searched=False)
-
-
-def _vary_offload(options: CompileOptions) -> Iterator[Variation]:
     if options.offload not in ("auto", "none"):
         yield Variation("offload nothing", replace(options, offload="none"))
-
-
-def _vary_gathers(options: CompileOptions) -> Iterator[Variation]:
+    if options.stage < 3 or mesh.num_ranks == mesh.replicate:
+        return  # nothing is gathered
     for ahead in _PREFETCHES:
         if ahead != options.prefetch:
             yield Variation(f"prefetch {ahead}", replace(options, prefetch=ahead))
