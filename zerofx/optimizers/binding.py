@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -57,7 +57,7 @@ class OptimizerBinding:
         self._places = optimizers.places()
         self._prefer_fused = prefer_fused
         self._programs: dict[int, UpdateProgram] = {}  # as the optimizer has its states, not as they are stored
-        self._storing: dict[tuple[Hashable, torch.dtype], UpdateProgram] = {}
+        self._storing: dict[tuple[str, torch.dtype], UpdateProgram] = {}
         self._own_dtypes: dict[tuple[int, torch.dtype], dict[str, torch.dtype]] = {}
         self._starts: dict[int, StandIn] = {}
         self.variant = ""
@@ -189,7 +189,7 @@ class OptimizerBinding:
             bucket = self.layout.buckets[index]
             stored[index] = program
             if bucket.state_dtype != bucket.dtype:
-                key = (program.key, bucket.state_dtype)
+                key = (program.text, bucket.state_dtype)
                 if key not in self._storing:
                     self._storing[key] = cast_states(program, bucket.state_dtype)
                 stored[index] = self._storing[key]

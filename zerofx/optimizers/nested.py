@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from zerofx.errors import OptimizerError
-from zerofx.optimizers.shadow import step_function
+from zerofx.optimizers.shadow import step_of_class
 from zerofx.torch_private.optimizers import is_set_up, members_of, step_hook_tables
 
 Table = MutableMapping[Any, Any]
@@ -185,7 +185,7 @@ class NestedOptimizer(torch.optim.Optimizer):
 
     def step(self) -> None:  # type: ignore[override]  # needs no closure
         """Step the outer one, without its hooks."""
-        step_function(self.outer)(self.outer)
+        step_of_class(type(self.outer))(self.outer)
 
 
 def nest(optimizer: Any) -> Any:

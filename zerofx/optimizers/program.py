@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -134,22 +134,8 @@ class UpdateProgram:
         return len(self.scalars)
 
     @property
-    def key(self) -> Hashable:
-        """Equal for programs that do the same: the text of the graph, and the layout of the state."""
-        return (
-            self.optimizer,
-            self.dtype,
-            self.fused,
-            self.states,
-            self.tensor_scalars,
-            str(self.graph),
-            self.whole,
-            self.joint,
-        )
-
-    @property
     def text(self) -> str:
-        """The contents of ``key`` as text that is the same in every process."""
+        """Equal for programs that do the same, in every process: the text of the graph, and the states' layout."""
         parts = (self.optimizer, self.dtype, self.fused, self.states, self.tensor_scalars, self.graph)
         return "\n".join(map(str, (*parts, self.whole, self.joint) if self.whole else parts))
 

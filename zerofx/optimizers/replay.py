@@ -256,9 +256,7 @@ class Replay(TorchFunctionMode):
             return None
         return self._heard if all(next(left, None) is None for left in self._left) else None
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         owner = self._owners.get(id(args[0])) if args else None
         if owner is None and (owner := self._owner((*args, *kwargs.values()) if kwargs else args)) is None:
             return func(*args, **kwargs) if kwargs else func(*args)

@@ -68,11 +68,6 @@ def _steps_by_torch(classes: tuple[type, ...]) -> bool:
     return any(base.__module__.startswith("torch.optim.") for base in bases)
 
 
-def step_function(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """The ``step`` of an optimizer's class, as ``step_of_class`` gives it."""
-    return step_of_class(type(optimizer))
-
-
 def step_of_class(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
     """The class's ``step`` without the wrapper that runs hooks registered for every optimizer in the process."""
     step: Callable[..., Any] = kind.step
@@ -87,7 +82,7 @@ def run_step(optimizer: torch.optim.Optimizer) -> None:
     """
     is_torchs = _steps_by_torch(type(optimizer).__mro__)
     with contextlib.nullcontext() if is_torchs else run_as_written():
-        step_function(optimizer)(optimizer)
+        step_of_class(type(optimizer))(optimizer)
 
 
 def on_host() -> contextlib.AbstractContextManager[object]:

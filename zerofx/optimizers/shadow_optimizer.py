@@ -78,8 +78,8 @@ class ShadowOptimizer:
         self._together = Repeated([])
         self._merged = MergedGroups([], ())
         self._is_torchs = type(optimizer).__module__.startswith("torch.optim.")
-        self._programs: dict[Any, UpdateProgram] = {}
-        self._compared: set[Any] = set()
+        self._programs: dict[str, UpdateProgram] = {}
+        self._compared: set[str] = set()
         self._last: tuple[list[Any], OptimizerRest, NextStep] | None = None  # which changed nothing outside of states
 
     def next_step(self, stand_ins: Sequence[StandIn]) -> NextStep:
@@ -130,7 +130,7 @@ class ShadowOptimizer:
         if stand_in.fused:  # what was compared
             others = self._group_facts(_to_float32(stand_in)).programs
             seen += [_replace_dtype(other, stand_in.dtype) for other in others]
-        return list({other.key: self._programs.setdefault(other.key, other) for other in (program, *seen)}.values())
+        return list({other.text: self._programs.setdefault(other.text, other) for other in (program, *seen)}.values())
 
     def state_names(self, stand_in: StandIn) -> tuple[dict[str, torch.dtype], frozenset[str]]:
         """The states that there are after the coming step: those that are flat, with dtypes, and the others.
@@ -294,7 +294,7 @@ class ShadowOptimizer:
             dtype=stand_in.dtype,
             fused=stand_in.fused,
         )
-        program = self._programs.setdefault(program.key, program)
+        program = self._programs.setdefault(program.text, program)
         present = frozenset(dict(skeleton.flat)) | frozenset(step.outcome.scalars)
         return _Known(program, tuple(heard.index for heard in built.scalars), present)
 
@@ -326,9 +326,7 @@ def check_supported(optimizer: torch.optim.Optimizer) -> None:
     try:
         check_elementwise(optimizer)
     except NotElementwiseError as error:
-        groups = enumerate(optimizer.param_groups)
-        trained = {index: [(tuple(p.shape), p.dtype) for p in g["params"] if p.requires_grad] for index, g in groups}
-        WholeOptimizer(optimizer, error).check({index: listed for index, listed in trained.items() if listed})
+        WholeOptimizer(optimizer, error).check()
         return
     for index, group in enumerate(optimizer.param_groups):
         for dtype in dict.fromkeys(param.dtype for param in group["params"] if param.requires_grad):
@@ -446,9 +444,9 @@ def _to_float32(stand_in: StandIn) -> StandIn:
     return replace(stand_in, dtype=torch.float32, flat=flat)
 
 
-def _comparison_key(program: UpdateProgram) -> Any:
-    """A key that is equal for programs of which one is compared: for fused ones, in whatever dtype."""
-    return _replace_dtype(program, torch.float32).key if program.fused else program.key
+def _comparison_key(program: UpdateProgram) -> str:
+    """A text that is equal for programs of which one is compared: for fused ones, in whatever dtype."""
+    return _replace_dtype(program, torch.float32).text if program.fused else program.text
 
 
 def _replace_dtype(program: UpdateProgram, dtype: torch.dtype) -> UpdateProgram:

@@ -101,9 +101,7 @@ class _Functions(TorchFunctionMode):
         self._tensors: dict[int, torch.Tensor] = {}
         self._num_records = 0  # that calls have made
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.recorder.paused:
             return func(*args, **kwargs)
@@ -153,9 +151,7 @@ class _Operators(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.recorder = recorder
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_foreach(func) and not self.recorder.fused:
             with self:
                 return call_one_by_one(func, args, kwargs or {})

@@ -11,7 +11,7 @@ import torch
 from zerofx.errors import OptimizerError
 from zerofx.optimizers.nested import NestedOptimizer
 from zerofx.optimizers.outside import OptimizerRest
-from zerofx.optimizers.shadow import choose_implementation, on_host, run_step, sample, step_function
+from zerofx.optimizers.shadow import choose_implementation, on_host, run_step, sample, step_of_class
 from zerofx.torch_private.optimizers import has_adagrad_for_gpus, members_of
 
 _REFUSED: Final = {
@@ -63,7 +63,7 @@ def _refuse_class(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
                 f"expected an optimizer that steps once on dense gradients, found {name}: "
                 f"{_REFUSED[base.__name__]}; use another (such as AdamW, SGD, Muon)"
             )
-    parameters = list(inspect.signature(step_function(optimizer)).parameters.values())[1:]
+    parameters = list(inspect.signature(step_of_class(type(optimizer))).parameters.values())[1:]
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     needed = [p.name for p in parameters if p.default is inspect.Parameter.empty and p.kind in kinds]
     if needed:

@@ -49,9 +49,7 @@ class Combined(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._name, self._share = name, share
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if is_foreach(func):
             with self:

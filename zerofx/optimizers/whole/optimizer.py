@@ -87,7 +87,7 @@ class WholeOptimizer:
                 )
             parameters.setdefault(group, []).extend((shape_of(slot), dtype_of(bucket, slot)) for slot in bucket.slots)
         in_stages = any(bucket.mesh.pipe > 1 for bucket, _ in buckets)
-        self.check(self._all_parameters() if in_stages else parameters)
+        self.check(None if in_stages else parameters)
         if in_stages and self.combines:
             raise OptimizerError(
                 f"expected an optimizer that updates each parameter by itself where the mesh has an axis 'pipe', found "
@@ -153,8 +153,9 @@ class WholeOptimizer:
         changed += changes(vars(self._optimizer), before.attributes, after.attributes)
         return [*changed, *([] if same(before.own, after.own) else [Change(vars(self), "own_states", after.own)])]
 
-    def check(self, parameters: Mapping[int, Sequence[tuple[tuple[int, ...], torch.dtype]]]) -> None:
-        """Check that a step treats parameters one by one; ``parameters``: their shapes and dtypes by group.
+    def check(self, parameters: Mapping[int, Sequence[tuple[tuple[int, ...], torch.dtype]]] | None = None) -> None:
+        """Check that a step treats parameters one by one; ``parameters``: their shapes and dtypes by group, None for
+        all that are trained.
 
         Raises:
             OptimizerError: it combines them, draws random numbers, or cannot be run.
@@ -164,7 +165,8 @@ class WholeOptimizer:
         for group in self._optimizer.param_groups:
             refuse_by_name(self._optimizer, group)
         with on_host():
-            samples, starts = self._try_ways(parameters, with_states=bool(self._optimizer.state))
+            tried = self._all_parameters() if parameters is None else parameters
+            samples, starts = self._try_ways(tried, with_states=bool(self._optimizer.state))
             self._tokens = {
                 index: torch.nn.Parameter(sample(*listed[0], -1.0, 1.3)) for index, listed in samples.items()
             }

@@ -13,7 +13,7 @@ from zerofx.ir.buckets import Bucket
 from zerofx.ir.owners import OwnedSlot, Owners
 from zerofx.optimizers.outside import Change, OptimizerRest, plain_attributes
 from zerofx.optimizers.program import UpdateProgram
-from zerofx.optimizers.shadow import choose_implementation, run_step, step_function
+from zerofx.optimizers.shadow import choose_implementation, run_step, step_of_class
 from zerofx.optimizers.whole.combined import Combined, Share, check_apart, owner_of, set_owner
 from zerofx.optimizers.whole.owned import OwnedStates, cast_views, state_bytes, state_views, store_entry, whole_of
 from zerofx.optimizers.whole.states import join_tensors, split_tensors
@@ -99,7 +99,7 @@ class WholeStep:
             alone = before.select_group(single.updated.group)
             shadow = make_shadow(alone, [parameter for _, parameter in single.sort_places()])
             single.put_states(shadow)
-            step_function(shadow)(shadow)
+            step_of_class(type(shadow))(shadow)
             if not alone.after(shadow).is_like(after.select_group(single.updated.group)):
                 raise OptimizerError(
                     f"expected {alone.kind.__name__} to leave its groups and attributes alike for all parameters, "

@@ -64,9 +64,7 @@ class _Costs(TorchDispatchMode):
         self._hold(states)
         self.before = self.peak = self._live()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise _draws(self._name, f"calls {func}{blame()}")
         if base_name(func) in _READS_VALUES and not self._has_values:
