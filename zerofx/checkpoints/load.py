@@ -13,7 +13,7 @@ from torch import nn
 
 from zerofx.capture.checks import warn_of_rounding
 from zerofx.checkpoints.fitting import check_extra, check_optimizers, match_names
-from zerofx.checkpoints.names import ModelNames, number_from, set_extra, set_groups
+from zerofx.checkpoints.names import ModelNames, number_from, options_from, set_extra, set_groups
 from zerofx.checkpoints.random_states import predecessor, read_random_states, set_random_states
 from zerofx.checkpoints.together import run_on_all, run_on_first
 from zerofx.checkpoints.user_state import read_state, take_over
@@ -181,7 +181,7 @@ def load_rest(
     """Load hyperparameters, random generators, modules' extra state and the user's own state."""
     marker = checked.reader.marker
     set_extra(model, from_plain(marker.extra.get("modules", {})))
-    set_groups(optimizers, marker.optimizer.groups)
+    set_groups(optimizers, map(options_from, marker.optimizer.groups))
     for optimizer, entries in zip(optimizers.each, marker.extra.get("optimizers", ()), strict=False):
         load_attributes(optimizer, from_plain(entries))
     set_random_states(checked.random, device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,18 +89,13 @@ def groups_of(optimizers: Optimizers, names: Mapping[int, str]) -> list[dict[str
     return groups
 
 
-def set_groups(optimizers: Optimizers, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Restore the hyperparameters that ``groups_of`` recorded; tensors stay the same objects."""
-    set_groups_from(optimizers, [options_from(plain) for plain in groups])
-
-
 def options_from(plain: Mapping[str, Any]) -> dict[str, Any]:
     """A group's options and the names of its parameters, from a group of ``groups_of``."""
     return {key: from_plain(value) for key, value in plain.items()}
 
 
-def set_groups_from(optimizers: Optimizers, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Restore the hyperparameters from param groups with plain values."""
+def set_groups(optimizers: Optimizers, groups: Iterable[Mapping[str, Any]]) -> None:
+    """Restore the hyperparameters from param groups as ``options_from`` gives them; tensors stay the same objects."""
     for group, saved in zip(optimizers.param_groups, groups, strict=True):
         for key, value in saved.items():
             if key in _OF_MACHINE:

@@ -18,8 +18,9 @@ from zerofx.checkpoints.names import ModelNames, groups_of, number_of
 from zerofx.checkpoints.pieces import Piece
 from zerofx.checkpoints.random_states import random_states
 from zerofx.checkpoints.together import run_on_all, run_on_first
-from zerofx.checkpoints.training import OwnedValues, Training, parts_of, states_to_write, whole_entry
+from zerofx.checkpoints.training import OwnedValues, Training, parts_of, states_to_write
 from zerofx.checkpoints.user_state import WORD, describe_state
+from zerofx.disk.checkpoint.boxes import Box
 from zerofx.disk.checkpoint.folder import Unfinished, begin, commit, prune
 from zerofx.disk.checkpoint.marker import MODEL, STATE, Marker, OptimizerInfo, Scalar, TensorInfo, file_name
 from zerofx.disk.checkpoint.plain import to_plain
@@ -174,7 +175,7 @@ def write_files(
         }
         for name, values in content.loose[kind].items():
             real = torch.view_as_real(values) if values.is_complex() else values
-            jobs[whole_entry(name, real)] = (real, None)
+            jobs[Entry(name, real.dtype, tuple(real.shape), Box.whole(real.shape))] = (real, None)
         name = file_name(kind, content.rank, content.num_ranks)
         entries = sort_by_alignment(list(jobs))
         words = {WORD: content.words} if kind == STATE else {}

@@ -12,7 +12,7 @@ import torch
 
 from zerofx.checkpoints.distributed import BoxedTensor
 from zerofx.checkpoints.fitting import group_misfits
-from zerofx.checkpoints.names import ModelNames, set_groups_from
+from zerofx.checkpoints.names import ModelNames, set_groups
 from zerofx.checkpoints.pieces import Piece, pieces_of
 from zerofx.checkpoints.random_states import predecessor, random_states, set_random_states, states_for
 from zerofx.checkpoints.save import StepCounts
@@ -221,7 +221,7 @@ class Loaded:
         for name, buffer in self._names.buffers.items():
             buffer.copy_(self._model[name])
         if self.groups is not None:
-            set_groups_from(training.optimizers, self.groups)
+            set_groups(training.optimizers, self.groups)
         if "random" in self.own:
             drawn = [
                 {

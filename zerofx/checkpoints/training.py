@@ -156,8 +156,3 @@ def _entry(training: Training, names: ModelNames, piece: Piece, state: str | Non
     shape = (*parameter.shape, 2) if parameter.is_complex() else tuple(parameter.shape)
     name = names.parameters[piece.source]
     return Entry(name if state is None else state_name(name, state), dtype, shape, piece.box)
-
-
-def whole_entry(name: str, values: torch.Tensor) -> Entry:
-    """The entry of a tensor that is written whole."""
-    return Entry(name, values.dtype, tuple(values.shape), Box.whole(values.shape))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -43,10 +45,8 @@ class CheckpointReader:
 
     def __init__(self, place: Path) -> None:
         self.place = place
-        try:
+        with self._name_unreadable(MARKER):
             self._files = OpenFiles(place)
-        except OSError as error:
-            raise self._unreadable(MARKER, error) from error
         self.marker: Marker = marker_in(self._files.folder, place)
         self._shards: dict[str, ShardFile] = {}
         self._places: dict[str, dict[str, list[tuple[ShardFile, Placed]]]] = {}
@@ -55,17 +55,13 @@ class CheckpointReader:
         """Check all files' sizes and headers, and the hashes of every ``num_shares``-th from ``share`` on."""
         check_sizes(self._files.folder, self.place, self.marker)
         for name in self.marker.files:
-            try:
+            with self._name_unreadable(name):
                 self._files.descriptor(name)
-            except OSError as error:
-                raise self._unreadable(name, error) from error
         for name, (size, digest) in sorted(self.marker.files.items(), key=lambda item: (-item[1][0], item[0]))[
             share::num_shares
         ]:
-            try:
+            with self._name_unreadable(name):
                 digest_now = self._files.hash_of(name)
-            except OSError as error:
-                raise self._unreadable(name, error) from error
             if digest_now != digest:
                 raise CheckpointError(
                     f"expected the hash {digest} of {self.place / name} ({size:,} bytes), found {digest_now}: it is "
@@ -83,10 +79,8 @@ class CheckpointReader:
         """The header of a rank's file."""
         name = file_name(kind, rank, self.marker.num_ranks)
         if name not in self._shards:
-            try:
+            with self._name_unreadable(name):
                 self._shards[name] = ShardFile.read(self._files.descriptor(name), self.place / name)
-            except OSError as error:
-                raise self._unreadable(name, error) from error
         return self._shards[name]
 
     def read_into(self, into: torch.Tensor, name: str, box: Box, kind: str = MODEL) -> None:
@@ -109,10 +103,8 @@ class CheckpointReader:
 
     def read_from(self, shard: ShardFile, placed: Placed, box: Box, into: torch.Tensor) -> None:
         """Read ``box`` of an entry of one file into ``into``, which is on the CPU with its shape."""
-        try:
+        with self._name_unreadable(shard.path.name):
             self._files.read(shard.path.name, placed, box, into)
-        except OSError as error:
-            raise self._unreadable(shard.path.name, error) from error
 
     def read_entry(self, shard: ShardFile, placed: Placed) -> torch.Tensor:
         """Read an entry of one file to the CPU, in its dtype."""
@@ -147,8 +139,13 @@ class CheckpointReader:
             self._places[kind] = places
         return self._places[kind]
 
-    def _unreadable(self, name: str, error: OSError) -> CheckpointError:
-        return CheckpointError(
-            f"expected to read {self.place / name}, found that it cannot be read ({error}): load another checkpoint, "
-            f"and look at the drive"
-        )
+    @contextlib.contextmanager
+    def _name_unreadable(self, name: str) -> Iterator[None]:
+        """A block that reads a file, whose name the error gives where it cannot be read."""
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(
+                f"expected to read {self.place / name}, found that it cannot be read ({error}): load another "
+                f"checkpoint, and look at the drive"
+            ) from error
