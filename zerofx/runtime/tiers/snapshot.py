@@ -203,17 +203,18 @@ class Snapshot:
 
     # ------------------------------------------------------------------------------------------------ the step's
 
-    def keep_before_update(self, inputs: Sequence[object]) -> None:
-        """Keep the ``inputs`` on the device that are about to be updated in place."""
-        for given in inputs:
-            if isinstance(given, torch.Tensor) and (value := self._on_device.get(given.data_ptr())) is not None:
-                self._keep_on_device(value)
-
-    def keep_stored(self, place: Stored, *, in_place: bool) -> None:
-        """Keep what is stored at ``place``, which is about to be written over: it gets another block or file.
+    def keep(self, places: Sequence[object], *, in_place: bool) -> None:
+        """Keep those of ``places`` that are about to be written over; what is stored gets another block or file.
 
         ``in_place``: what reads it there and writes over it is to find its values.
         """
+        for place in places:
+            if isinstance(place, Stored):
+                self._keep_stored(place, in_place)
+            elif isinstance(place, torch.Tensor) and (value := self._on_device.get(place.data_ptr())) is not None:
+                self._keep_on_device(value)
+
+    def _keep_stored(self, place: Stored, in_place: bool) -> None:
         value = self._values.get(id(place))
         if value is None or place.lease is not value.lease or not self._wait_for_space(value):
             return

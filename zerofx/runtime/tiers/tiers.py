@@ -116,10 +116,7 @@ class Tiers:
         ``in_place``: what writes there is to find the values there.
         """
         if self.snapshot is not None:
-            self.snapshot.keep_before_update(places)
-            for place in places:
-                if isinstance(place, Stored):
-                    self.snapshot.keep_stored(place, in_place=in_place)
+            self.snapshot.keep(places, in_place=in_place)
 
     def another(self, lease: Lease[torch.Tensor] | Lease[NvmeFile]) -> Lease[torch.Tensor] | Lease[NvmeFile]:
         """A block or file like that of ``lease``, whose bytes are not defined yet."""
