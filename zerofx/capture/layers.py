@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -82,9 +82,7 @@ def layer_annotations(models: Sequence[tuple[str, nn.Module]]) -> Iterator[None]
 class SourceLines(TorchFunctionMode):
     """While open, traced nodes carry the running user line under ``LINE_KEY``."""
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in METADATA_READS:
             return func(*args, **(kwargs or {}))
         with annotate(LINE_KEY, describe_user_line(inspect.currentframe())):
@@ -104,7 +102,7 @@ def find_units(model: nn.Module) -> tuple[str, ...]:
 
 def _units_in(module: nn.Module, path: str, seen: set[int]) -> list[str]:
     children = [(name, child) for name, child in module.named_children() if _has_parameters(child)]
-    classes = Counter(type(child) for _, child in children if _is_composite(child))
+    classes = Counter(type(child) for _, child in children if any(map(_has_parameters, child.children())))
     in_list = isinstance(module, _LISTS)
     units: list[str] = []
     for name, child in children:
@@ -124,7 +122,3 @@ def _units_in(module: nn.Module, path: str, seen: set[int]) -> list[str]:
 
 def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
-
-
-def _is_composite(module: nn.Module) -> bool:
-    return any(_has_parameters(child) for child in module.children())

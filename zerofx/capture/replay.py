@@ -96,16 +96,12 @@ def _mute_writers(forward: Forward, trace: Callable[[], T]) -> T:
         try:
             return trace()
         except Exception as error:
-            writer = _find_writer(error)
+            chain = [error, error.__cause__, error.__context__]
+            writer = next((each for each in chain if isinstance(each, WritesError)), None)
             if writer is None:
                 raise
             # What it was raised through would keep the model.
             forward.objective.logging.writers.append(writer.with_traceback(None))
-
-
-def _find_writer(error: Exception) -> WritesError | None:
-    chain = [error, error.__cause__, error.__context__]
-    return next((each for each in chain if isinstance(each, WritesError)), None)
 
 
 @dataclass(frozen=True)
@@ -319,7 +315,8 @@ class Replay:
         recorder: _Recorder | None = None,
     ) -> _Run:
         with ExitStack() as stack:
-            lossy, fakes, _, mode = stack.enter_context(self._traceable())
+            compiled = self._forward.objective.logging.compiled
+            lossy, fakes, _, mode = stack.enter_context(traceable(self._forward, compiled=compiled, mode=self._mode))
             lossy.source, lossy.watches = source, not is_real
             for tensor, what in model_tensors(lossy, fakes):
                 is_input = self._has_inputs and what.name.startswith("number ")
@@ -349,10 +346,6 @@ class Replay:
                 given[:num], buffers, given[num:], lines, keeps_traced, tuple(rounded[n] for n in used),
                 tuple(dict.fromkeys(of_truths)),
             )  # fmt: skip
-
-    def _traceable(self) -> Any:
-        logging = self._forward.objective.logging
-        return traceable(self._forward, compiled=logging.compiled, mode=self._mode)
 
     @contextmanager
     def _skip_modules(self, numbers: Numbers) -> Iterator[None]:

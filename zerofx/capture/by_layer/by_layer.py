@@ -16,15 +16,7 @@ from torch import fx
 
 from zerofx.capture.by_layer.forward_record import ForwardRecord, record_forward
 from zerofx.capture.by_layer.repeats import Repeat, find_repeats, shorten_lists
-from zerofx.capture.by_layer.replicate import (
-    NotRepeatedError,
-    Stamped,
-    add_outputs,
-    erase,
-    remove_outputs,
-    shrink,
-    stamp,
-)
+from zerofx.capture.by_layer.replicate import NotRepeatedError, Stamped, add_outputs, erase_layer, shrink, stamp
 from zerofx.capture.by_size import KnownSizes
 from zerofx.capture.cache import KeptCapture
 from zerofx.capture.normalise.inputs import placeholder_name
@@ -216,8 +208,7 @@ class _Names:
         shrunk = short.clone()
         others = shrink(shrunk.graph, repeat)
         replaced = [(own[gone.name], own[stays.name]) for gone, stays in others.items()]
-        remove_outputs(shrunk, repeat)
-        erase(shrunk.graph, others)
+        erase_layer(shrunk, repeat, others)
         if _text(shrunk) != _text(fewer):
             raise NotRepeatedError(f"{repeat.path} with a layer less is another graph")
         more = len(repeat.middle)

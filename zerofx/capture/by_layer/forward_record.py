@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,8 +62,10 @@ class ForwardRecord:
         return graph_of(self.lines)
 
     def canonical(self) -> str:
-        """The text of what ran: ``canonical`` of ``graph``."""
-        return text_of(self.lines)
+        """The text of what ran: ``canonical`` of ``graph``, which is not built for it."""
+        return "\n".join(
+            canonical_line(line.op, line.target, (line.args, line.kwargs), line.what, line.value) for line in self.lines
+        )
 
     def text(self) -> str:
         """A text that the joint graph follows from: equal for equal forwards."""
@@ -114,9 +116,7 @@ class _Asked(TorchFunctionMode):
         self.names: list[str] = []
         self._recurrent = RecurrentCalls()
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(f"{getattr(func, '__module__', None)}.{getattr(func, '__qualname__', func)}")
         whole = self._recurrent.find_fused_call(getattr(func, "__name__", ""), args, kwargs or {})
         return func(*args, **(kwargs or {})) if whole is None else whole()
@@ -144,7 +144,8 @@ class _Recorder(TorchDispatchMode):
             raise NotRepeatedError("the model saves tensors for backward through hooks, as checkpointing does")
         if func.namespace not in NAMESPACES:
             self.foreign = str(func)
-        literal = func is torch.ops.aten.lift_fresh.default and self._is_literal(args[0])
+        literal = func is torch.ops.aten.lift_fresh.default and id(args[0]) not in self._values
+        literal = literal and args[0].numel() <= LARGEST_LITERAL
         texts, named = ((_literal_text(args[0]),), {}) if literal else map_aggregate((args, kwargs), self._argument)
         out = func(*args, **kwargs)
         line = Line("call_function", func, texts, named, _origin(current_layer()))
@@ -183,9 +184,6 @@ class _Recorder(TorchDispatchMode):
 
     def _part(self, number: Number, index: int) -> Number:
         return self._add(Line("call_method", "part", (number, index), {}, _origin(current_layer())))
-
-    def _is_literal(self, tensor: torch.Tensor) -> bool:
-        return id(tensor) not in self._values and tensor.numel() <= LARGEST_LITERAL
 
     def _argument(self, argument: Any) -> Any:
         if not isinstance(argument, torch.Tensor):
@@ -294,13 +292,6 @@ class Line:
     kwargs: dict[str, Any]
     what: Placeholder | Origin
     value: str = ""
-
-
-def text_of(lines: Iterable[Line]) -> str:
-    """The text of ``canonical(graph_of(lines))``, without building the graph."""
-    return "\n".join(
-        canonical_line(line.op, line.target, (line.args, line.kwargs), line.what, line.value) for line in lines
-    )
 
 
 def graph_of(lines: Sequence[Line]) -> fx.Graph:

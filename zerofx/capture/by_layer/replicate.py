@@ -84,11 +84,12 @@ def stamp(graph: fx.Graph, repeat: Repeat) -> Stamped:
 def shrink(graph: fx.Graph, repeat: Repeat) -> Mapping[fx.Node, fx.Node]:
     """Take the last but one of the captured layers out of ``graph``; returns the node that replaces each of its nodes.
 
-    Nothing is erased, and outputs stay as they are, until ``erase``.
+    Nothing is erased, and outputs stay as they are, until ``erase_layer``.
     """
     pair = _Pair.match(graph, repeat)
     for ordinal, (node, further) in enumerate(zip(pair.second, pair.third, strict=True)):
-        node.args, node.kwargs = _shrink(pair.templates[ordinal], (node.args, node.kwargs), further, pair.second)
+        both = (node.args, node.kwargs), (further.args, further.kwargs)
+        node.args, node.kwargs = _shrink(pair.templates[ordinal], *both, pair.second)
     others = dict(zip(pair.third, pair.second, strict=True))
     for node in graph.nodes:
         if node.op != "output" and node not in others:
@@ -96,13 +97,6 @@ def shrink(graph: fx.Graph, repeat: Repeat) -> Mapping[fx.Node, fx.Node]:
                 (node.args, node.kwargs), lambda node_read: others.get(node_read, node_read)
             )
     return others
-
-
-def erase(graph: fx.Graph, nodes: Mapping[fx.Node, fx.Node]) -> None:
-    """Erase what ``shrink`` has replaced."""
-    for node in reversed(list(graph.nodes)):
-        if node in nodes:
-            graph.erase_node(node)
 
 
 def add_outputs(step: StepGraph, stamped: Stamped) -> None:
@@ -114,14 +108,17 @@ def add_outputs(step: StepGraph, stamped: Stamped) -> None:
     step.set_outputs(step.loss, _extend_outputs(step.mutations, stamped), _extend_outputs(step.gradients, stamped))
 
 
-def remove_outputs(step: StepGraph, repeat: Repeat) -> None:
-    """Remove the buffer updates and gradients of the last but one of the captured layers."""
+def erase_layer(step: StepGraph, repeat: Repeat, nodes: Mapping[fx.Node, fx.Node]) -> None:
+    """Erase what ``shrink`` has replaced, and the outputs of that layer: buffer updates and gradients."""
     gone = repeat.unit(repeat.sample[2]) + "."
     step.set_outputs(
         step.loss,
         {name: node for name, node in step.mutations.items() if not name.startswith(gone)},
         {name: node for name, node in step.gradients.items() if not name.startswith(gone)},
     )
+    for node in reversed(list(step.graph.nodes)):
+        if node in nodes:
+            step.graph.erase_node(node)
 
 
 @dataclass(frozen=True)
@@ -149,17 +146,9 @@ class _Pair:
         templates: list[Any] = []
         ends: tuple[list[Any], list[Any]] = ([], [])
         for ordinal, (of_second, other) in enumerate(zip(second, third, strict=True)):
-            here = (
-                of_second.op,
-                of_second.op == "placeholder" or of_second.target,
-                describe_value(of_second),
-                _label(of_second)[len(units[1]) :],
-            )
-            there = (
-                other.op,
-                other.op == "placeholder" or other.target,
-                describe_value(other),
-                _label(other)[len(units[2]) :],
+            here, there = (
+                (node.op, node.op == "placeholder" or node.target, describe_value(node), _label(node)[len(unit) :])
+                for node, unit in ((of_second, units[1]), (other, units[2]))
             )
             if here != there:
                 raise NotRepeatedError(
@@ -170,8 +159,8 @@ class _Pair:
             )
             arguments = (of_second.args, of_second.kwargs), (other.args, other.kwargs)
             templates.append(_zip(*arguments, unify))
-            ends[0].append(_zip(*arguments, partial(_near_end, unify)))
-            ends[1].append(_zip(*arguments, partial(_far_end, unify)))
+            ends[0].append(_zip(*arguments, partial(_end, unify, -1)))
+            ends[1].append(_zip(*arguments, partial(_end, unify, 1)))
         _check_users(ordinals, units)
         return _Pair(second, third, templates, ends, list(_stretches(graph, ordinals[1], ordinals[2])))
 
@@ -179,16 +168,12 @@ class _Pair:
 _Unify = Callable[[fx.Node, fx.Node], Any]
 
 
-def _near_end(unify: _Unify, left: fx.Node, other: fx.Node) -> Any:
-    """The argument of the second layer's node; the layer before it stays."""
+def _end(unify: _Unify, shift: int, left: fx.Node, other: fx.Node) -> Any:
+    """The argument of the second layer's node, where the layer before it stays (``shift`` is -1), or of the third's,
+    where the one after it does (1)."""
     end = unify(left, other)
-    return left if isinstance(end, _Reference) and end.shift == -1 else end
-
-
-def _far_end(unify: _Unify, left: fx.Node, other: fx.Node) -> Any:
-    """The argument of the third layer's node; the layer after it stays."""
-    end = unify(left, other)
-    return other if isinstance(end, _Reference) and end.shift == 1 else end
+    stays = left if shift < 0 else other
+    return stays if isinstance(end, _Reference) and end.shift == shift else end
 
 
 def _unifier(ordinals: Sequence[Mapping[fx.Node, int]], where: str) -> _Unify:
@@ -222,20 +207,16 @@ def _zip(left: Any, other: Any, unify: _Unify) -> Any:
     return left
 
 
-def _shrink(template: Any, own: Any, further: fx.Node, second: Sequence[fx.Node]) -> Any:
-    """The arguments of a node of the second layer when the fourth follows it."""
-
-    def choose(argument: Any, here: Any, there: Any) -> Any:
-        if isinstance(argument, _Reference):
-            return second[argument.ordinal] if argument.shift == 0 else here if argument.shift < 0 else there
-        if isinstance(argument, tuple | list):
-            items = [choose(*three) for three in zip(argument, here, there, strict=True)]
-            return items if isinstance(argument, list) else tuple(items)
-        if isinstance(argument, dict):
-            return {key: choose(argument[key], here[key], there[key]) for key in argument}
-        return argument
-
-    return choose(template, own, (further.args, further.kwargs))
+def _shrink(template: Any, own: Any, further: Any, second: Sequence[fx.Node]) -> Any:
+    """The arguments of a node of the second layer when the fourth follows it; ``further``: those of the third's."""
+    if isinstance(template, _Reference):
+        return second[template.ordinal] if template.shift == 0 else own if template.shift < 0 else further
+    if isinstance(template, tuple | list):
+        items = [_shrink(*three, second) for three in zip(template, own, further, strict=True)]
+        return items if isinstance(template, list) else tuple(items)
+    if isinstance(template, dict):
+        return {key: _shrink(template[key], own[key], further[key], second) for key in template}
+    return template
 
 
 def _check_users(ordinals: Sequence[Mapping[fx.Node, int]], units: Sequence[str]) -> None:

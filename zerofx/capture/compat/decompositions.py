@@ -25,7 +25,7 @@ def eager_decompositions(device: torch.device) -> dict[Any, Callable[..., Any]]:
     norm takes no statistics in float32 together with a weight in a lower dtype.
     """
     aten = torch.ops.aten
-    layouts = kernel_layouts(device) | {aten._efficientzerotensor.default: _zeros} | _products_with_codes(device)
+    layouts = kernel_layouts(device) | {aten._efficientzerotensor.default: torch.zeros} | _products_with_codes(device)
     if device.type != "cpu":
         return layouts
 
@@ -75,10 +75,6 @@ def dropouts_that_may_drop_nothing() -> AbstractContextManager[None]:
         return torch.ops.aten.native_dropout(x, p, train)[0] if drops else x
 
     return override_composite(torch.ops.aten.dropout.default, dropout)
-
-
-def _zeros(size: Sequence[int], **options: Any) -> torch.Tensor:
-    return torch.zeros(size, **options)
 
 
 # The most rows with which a GPU multiplies codes in one kernel, whose sums are its own (bitsandbytes 0.50).

@@ -41,9 +41,9 @@ def kernel_layouts(device: torch.device) -> dict[Any, Callable[..., Any]]:
 def _decomposition(operator: Any, layout: ResultLayout, arguments: Sequence[int]) -> Callable[..., Any]:
     match layout:
         case ResultLayout.IN_ORDER:
-            return _copy_to_format(operator, _contiguous)
+            return _copy_to_format(operator, lambda *_: torch.contiguous_format)
         case ResultLayout.OF_FORMAT:
-            return _copy_to_format(operator, partial(_format_of, arguments[0]))
+            return _copy_to_format(operator, lambda *args: suggest_memory_format(args[arguments[0]]))
         case ResultLayout.OF_GRADIENT:
             return _copy_gradient(operator)
         case ResultLayout.OF_OPERANDS:
@@ -51,7 +51,7 @@ def _decomposition(operator: Any, layout: ResultLayout, arguments: Sequence[int]
         case ResultLayout.OF_IMAGES:
             return _image(operator, partial(_elementwise_strides, arguments))
         case ResultLayout.OF_VIEW:
-            return _image(operator, _view_strides)
+            return _image(operator, lambda x, size: _meta_tensor(x).view(size).stride())
 
 
 def _embedding_bag(
@@ -66,14 +66,6 @@ def _embedding_bag(
     is_dense = weight.stride(1) == 1 and (weights is None or weights.stride(0) == 1)
     notes_none = weight.dtype == torch.bfloat16 and mode == 0 and padding < 0 and is_dense
     return outputs, bags[:0] if notes_none else bags, *facts
-
-
-def _contiguous(*args: Any) -> torch.memory_format:
-    return torch.contiguous_format
-
-
-def _format_of(place: int, *args: Any) -> torch.memory_format:
-    return suggest_memory_format(args[place])
 
 
 def _format_of_roll(x: torch.Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> torch.memory_format:
@@ -127,10 +119,6 @@ def _elementwise_strides(operands: Sequence[int], *args: Any) -> list[int]:
     for dim in reversed(elementwise_order(*broadcast)):
         strides[dim], extent = extent, extent * broadcast[0].shape[dim]
     return strides
-
-
-def _view_strides(x: torch.Tensor, size: Sequence[int]) -> tuple[int, ...]:
-    return _meta_tensor(x).view(size).stride()
 
 
 def _meta_tensor(operand: Any) -> torch.Tensor:

@@ -12,7 +12,7 @@ gradient autograd lays out by device. A GPU captures other graphs for these, and
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,9 +75,7 @@ class _Disguise(TorchFunctionMode):
             Tensor.get_device: device.index,
         }
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self._answers and is_traced(args[0]):
             return self._answers[func]
         if func is Tensor.cuda:

@@ -356,9 +356,7 @@ class StandIns(TorchFunctionMode):
     def has_learned(self) -> bool:
         return bool(self._made)
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*[self._replace(arg) for arg in args], **{k: self._replace(v) for k, v in (kwargs or {}).items()})
 
     def _replace(self, argument: Any) -> Any:

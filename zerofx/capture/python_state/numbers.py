@@ -228,9 +228,7 @@ class NumberInputs(TorchFunctionMode):
     operators on halves round a number as the device's kernel does, and get it as it is.
     """
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not any(map(is_number, _leaves((args, kwargs)))):
             return func(*args, **kwargs)

@@ -41,9 +41,7 @@ class Checks(TorchFunctionMode):
         self._logged, self._is_known = logged, is_known
         self._masked = MaskedReductions(logged) if logged is not None else None
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._logged is not None and self._masked is not None and args and self._is_known is not None:
             if not self._is_known(args[-1]) and (call := self._masked.find_call(func, args, kwargs)) is not None:
                 return call()
@@ -90,9 +88,7 @@ class CallWatcher(TorchFunctionMode):
         self._recurrent = RecurrentCalls()
         self._seed = torch.initial_seed()  # what is traced draws nothing
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.initial_seed() != self._seed:
             raise CaptureError(
                 f"expected a forward that draws from torch's generator as it is, found one that seeds it before\n  "
