@@ -36,17 +36,18 @@ class DataRanks(Accelerator):  # type: ignore[misc]  # accelerate has no types
         """Do nothing: a step has the gradients of its loss already."""
 
     def gather(self, tensor: Any) -> Any:
-        gathered = super().gather(tensor)
-        return gathered if self.num_sharing == 1 else pytree.tree_map_only(torch.Tensor, self._drop_repeats, gathered)
+        gathered, num = super().gather(tensor), self.state.num_processes
+        if self.num_sharing == 1:
+            return gathered
+        return pytree.tree_map_only(
+            torch.Tensor, lambda of_all: torch.cat(of_all.tensor_split(num)[:: self.num_sharing]), gathered
+        )
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         are_objects = use_gather_object or not all(isinstance(n, torch.Tensor) for n in pytree.tree_leaves(input_data))
         if are_objects and self.state.process_index % self.num_sharing:
             input_data = []  # lists are joined
         return super().gather_for_metrics(input_data, use_gather_object=are_objects)
-
-    def _drop_repeats(self, gathered: torch.Tensor) -> torch.Tensor:
-        return torch.cat(gathered.tensor_split(self.state.num_processes)[:: self.num_sharing])
 
 
 def may_share(mesh: object) -> bool:

@@ -213,10 +213,6 @@ def make_compiled_step(
     )  # fmt: skip
 
 
-def _is_for_cpu(inputs: Sequence[Any]) -> bool:
-    return all(is_on_cpu(value.device) for value in inputs if isinstance(value, torch.Tensor))
-
-
 @dataclass(frozen=True)
 class LoadedStep:
     """A step function, the memory that its compiled regions take and free, by key, and the kernels of its updates.
@@ -268,19 +264,17 @@ def load_step(
         inputs = {key: region.inputs for key, region in first.items()}
         longest_first = sorted(first, key=lambda key: first[key].num_nodes, reverse=True)
         # Inductor keeps what it compiles for a GPU for that one only: other ranks' is none of this rank's.
-        alike = all(map(_is_for_cpu, inputs.values())) and not own_alone
+        tensors = [each for given in inputs.values() for each in given if isinstance(each, torch.Tensor)]
+        alike = not own_alone and all(is_on_cpu(tensor.device) for tensor in tensors)
         mine, others = control.divide(longest_first) if alike else (longest_first, [])
 
-        def compile_one(key: str) -> None:
-            name = functions[key]
-            progress.set_description(f"compiling {name}", refresh=False)
-            shared = target.shares_kernels and not edited
-            compiled[key] = compile_region(namespace[name], inputs[key], name, kernels, shared=shared)
-            progress.update()
-
         def compile_all(keys: list[str]) -> None:
+            shared = target.shares_kernels and not edited
             for key in keys:
-                compile_one(key)
+                name = functions[key]
+                progress.set_description(f"compiling {name}", refresh=False)
+                compiled[key] = compile_region(namespace[name], inputs[key], name, kernels, shared=shared)
+                progress.update()
             for key in keys:
                 compiled[key].finish()
 
