@@ -253,15 +253,14 @@ class Checkpointed:
 
     def _load(self, checked: Loadable, taken: TakenOver | None, own: Mapping[str, Any], *, weights_only: bool) -> None:
         """Change what is in memory: where this fails, the step is over."""
-        life, steps = self._life, self._steps
-        place = str(checked.reader.place)
+        steps, place = self._steps, str(checked.reader.place)
 
         def load_others() -> None:
             load_buffers(checked)
             if not weights_only:
                 load_rest(checked, self.model, steps.optimizers, steps.device, own)
 
-        try:
+        with self._life.end_on_error(f"{place} was loaded in part"):
             if taken is not None:
                 taken.load(checked, place, load_others, optimizer=not weights_only)
                 checked.reader.close()
@@ -274,9 +273,6 @@ class Checkpointed:
                 load_rest(checked, self.model, steps.optimizers, steps.device, own)
             else:
                 checked.reader.close()
-        except BaseException as error:
-            life.failure = f"{place} was loaded in part ({type(error).__name__}: {error})"
-            raise
 
     def _require_model(self, purpose: str, *, reads: bool = False) -> TakenOver:
         self._life.check_open(purpose, reads=reads)

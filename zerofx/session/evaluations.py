@@ -143,12 +143,7 @@ class Evaluations:
         with torch.no_grad():
             state = taken.tensors(compiled.arguments)
             tensors = batch_tensors(compiled.arguments, batch, self._steps.options.compute_dtype)
-            if self._meter is None:
-                outcome = self._graphs.run(compiled, taken.runtime, state, tensors)
-            else:
-                outcome = self._meter(
-                    compiled.function_for(taken.runtime), compiled.emitted.functions, taken.runtime, state, tensors
-                )
+            outcome = self._graphs.run(compiled, taken.runtime, state, tensors, self._meter)
         taken.runtime.end()
         assert isinstance(outcome, tuple), "what stands for a loss is handed out once more"
         return list(outcome[1:])

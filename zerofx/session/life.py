@@ -74,6 +74,15 @@ class Life:
         with self.claim(work), device_guard(device), wrap_defects(work), torch.inference_mode(False):
             yield
 
+    @contextlib.contextmanager
+    def end_on_error(self, what: str) -> Iterator[None]:
+        """A block that changes what is in memory: where it fails on this rank, the step is over, since ``what``."""
+        try:
+            yield
+        except BaseException as error:
+            self.failure = f"{what} ({type(error).__name__}: {error})"
+            raise
+
     def check_open(self, purpose: str, *, reads: bool = False) -> None:
         """Check that the step may ``purpose``. ``reads``: which only reads parameters, whatever values they have.
 

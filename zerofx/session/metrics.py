@@ -24,14 +24,14 @@ from zerofx.torch_private.operators import pytree
 class Metrics(Mapping[str, float]):
     """Names and numbers. Nothing is waited for before a number is read; what was read stays."""
 
-    def __init__(self, numbers: Mapping[str, Callable[[], float]]) -> None:
+    def __init__(self, numbers: Mapping[str, Callable[[], float] | float]) -> None:
         self._numbers = dict(numbers)
-        self._known: dict[str, float] = {}
 
     def __getitem__(self, name: str) -> float:
-        if name not in self._known:
-            self._known[name] = self._numbers[name]()
-        return self._known[name]
+        number = self._numbers[name]
+        if callable(number):
+            number = self._numbers[name] = number()
+        return number
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._numbers)
@@ -92,7 +92,7 @@ class LastStep:
     ) -> Metrics:
         """All numbers, with those about ``rows`` of experts; ``known`` has what was measured, or else planned, of the
         step, if it has been built."""
-        numbers: dict[str, Callable[[], float]] = {"step": _constant(num_steps)}
+        numbers: dict[str, Callable[[], float] | float] = {"step": num_steps}
         if self._loss is not None:
             numbers["loss"] = self._loss.item
         if self._seconds is not None:
@@ -102,14 +102,12 @@ class LastStep:
             numbers["grad_norm"] = grad_norm.item
         numbers |= {f"grad_norm/{layer}": norm for layer, norm in self._norms.items()}
         if loss_scale is not None:
-            numbers["loss_scale"] = _constant(loss_scale)
-        numbers["skipped_steps"] = _constant(num_skipped)
-        numbers |= {name: _constant(number) for name, number in rows.items()}
+            numbers["loss_scale"] = loss_scale
+        numbers |= {"skipped_steps": num_skipped, **rows}
         if self._shares:
             numbers["row_shares"] = functools.partial(most_shares, self._shares)
         if known is not None:
-            numbers["peak_bytes"] = _constant(known.peak_bytes["device"])
-            numbers["exposed_seconds"] = _constant(known.exposed_seconds)
+            numbers |= {"peak_bytes": known.peak_bytes["device"], "exposed_seconds": known.exposed_seconds}
         return Metrics(numbers)
 
 
@@ -145,10 +143,6 @@ def _norms(layers: Sequence[str], squares: torch.Tensor) -> dict[str, Callable[[
         return {layer: math.sqrt(total) for layer, total in sums.items()}
 
     return {layer: functools.partial(lambda name: norms()[name], layer) for layer in dict.fromkeys(layers)}
-
-
-def _constant(number: float) -> Callable[[], float]:
-    return lambda: number
 
 
 def _rate(size: int, seconds: Callable[[], float]) -> Callable[[], float]:

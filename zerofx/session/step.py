@@ -35,7 +35,7 @@ from zerofx.session.life import Life
 from zerofx.session.metrics import LastStep
 from zerofx.session.reported import Reported
 from zerofx.session.steps import RUNNING, Steps
-from zerofx.session.stopped import leave_out, run_anew, skip, undo
+from zerofx.session.stopped import leave_out, skip, take_back, undo
 from zerofx.session.taken_over import TakenOver
 from zerofx.session.whole import Whole
 from zerofx.settings import ShortTraceback, read_settings
@@ -173,7 +173,7 @@ class Step(Whole, Reported):
                 taken.runtime.end()
         except RowOverflowError as overflow:
             self._steps.gradients.put()
-            run_anew(taken, advance, versions)
+            take_back(taken, advance, versions)
             set_random_states(random, taken.device)
             shares = self._control.gather(overflow.shares, "make room for rows of experts")
             self._steps.rows.widen(max(shares), self._steps.mesh.model)
@@ -209,11 +209,8 @@ class Step(Whole, Reported):
     def _compute(self, compiled: CompiledStep, taken: TakenOver, batch: Batch) -> list[torch.Tensor]:
         count_all(batch, taken.runtime)
         state = taken.tensors(compiled.arguments)
-        arguments = (taken.runtime, state, batch_tensors(compiled.arguments, batch, self.options.compute_dtype))
-        if self._meter is None:
-            outcome = self._graphs.run(compiled, *arguments)
-        else:
-            outcome = self._meter(compiled.function_for(taken.runtime), compiled.emitted.functions, *arguments)
+        tensors = batch_tensors(compiled.arguments, batch, self.options.compute_dtype)
+        outcome = self._graphs.run(compiled, taken.runtime, state, tensors, self._meter)
         return list(outcome) if isinstance(outcome, tuple) else [outcome]
 
     def _drop_built_steps(self) -> None:

@@ -128,9 +128,7 @@ def leave_out(
     Raises:
         NonFiniteLossError: instead of the warning, if ``raises``.
     """
-    (loss,) = taken.outcome_left()
-    assert not taken.find_updated(versions), "a step is left before its updates"
-    advance.swap(taken.state)
+    (loss,) = take_back(taken, advance, versions)
     taken.update_scale(is_finite=False)
     where = f"{float(loss)} on rank {life.control.rank}" + (
         ", and one that is not finite on another rank" if loss.isfinite() else ""
@@ -146,11 +144,12 @@ def leave_out(
     return loss
 
 
-def run_anew(taken: TakenOver, advance: Advance, versions: Mapping[int, int]) -> None:
-    """After all ranks have left a step as rows found no room: as if it had not been, for it to be run again."""
-    taken.outcome_left()
+def take_back(taken: TakenOver, advance: Advance, versions: Mapping[int, int]) -> list[torch.Tensor]:
+    """After all ranks have left a step before its first update: as if it had not been. Returns what it has given."""
+    outcome = taken.outcome_left()
     assert not taken.find_updated(versions), "a step is left before its updates"
     advance.swap(taken.state)
+    return outcome
 
 
 def skip(number: int, taken: TakenOver, advance: Advance, versions: Mapping[int, int]) -> list[torch.Tensor]:
@@ -161,10 +160,8 @@ def skip(number: int, taken: TakenOver, advance: Advance, versions: Mapping[int,
     Returns:
         What the step has given on this rank.
     """
-    outcome = taken.outcome_left()
-    assert not taken.find_updated(versions), "a step is left before its updates"
+    outcome = take_back(taken, advance, versions)
     assert taken.scaler is not None, "gradients are looked at where the loss is scaled"
-    advance.swap(taken.state)
     before = taken.scaler.scale
     taken.update_scale(is_finite=False)
     taken.mark_stepped()

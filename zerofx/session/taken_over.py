@@ -193,14 +193,11 @@ class TakenOver:
         life.control.meet(purpose)
         parked, self._parked, self.state.bring_up = self._parked, None, do_nothing
         moved_slices, self._has_parameters = not self._has_parameters, True
-        try:
-            with life.control.fail_together(purpose), torch.no_grad():
-                parked.restore()
-                if moved_slices:
-                    self.state.share()
-        except BaseException as error:
-            life.failure = f"a parked step could not be brought up ({type(error).__name__}: {error})"
-            raise
+        over = life.end_on_error("a parked step could not be brought up")
+        with over, life.control.fail_together(purpose), torch.no_grad():
+            parked.restore()
+            if moved_slices:
+                self.state.share()
         self.watch.renew()
 
     def place(self, plan: Plan) -> None:
@@ -269,17 +266,13 @@ class TakenOver:
         Collective. Where this fails, what is in memory is a mixture, and the step is over. ``name`` says what was
         loaded.
         """
-        control = self._life.control
-        try:
-            with control.fail_together(f"load {name}"), torch.no_grad():
-                self.optimizer_state.take_loaded()
-                self.state.flush()
-                fill_training(source, self.training, optimizer=optimizer)
-                then()
-                self._allocate(self.binding.programs(self.state.buckets))
-        except BaseException as error:
-            self._life.failure = f"{name} was loaded in part ({type(error).__name__}: {error})"
-            raise
+        over = self._life.end_on_error(f"{name} was loaded in part")
+        with over, self._life.control.fail_together(f"load {name}"), torch.no_grad():
+            self.optimizer_state.take_loaded()
+            self.state.flush()
+            fill_training(source, self.training, optimizer=optimizer)
+            then()
+            self._allocate(self.binding.programs(self.state.buckets))
 
     @contextmanager
     def show_whole(self, *, write_back: bool) -> Iterator[None]:
@@ -378,13 +371,9 @@ class TakenOver:
 
     def _swap(self) -> None:
         """Exchange parameters and their averages; where that fails on this rank, the step is over."""
-        life = self._life
-        try:
+        with self._life.end_on_error("averages were put in the place of parameters in part"):
             self.state.swap_averages()
-        except BaseException as error:
-            life.failure = f"averages were put in the place of parameters in part ({type(error).__name__}: {error})"
-            raise
-        life.averaged = not life.averaged
+        self._life.averaged = not self._life.averaged
         self.watch.renew()
 
     def give_back(self) -> None:

@@ -13,6 +13,7 @@ from zerofx.lowering.load import CompiledStep
 from zerofx.runtime.cuda_graphs.capturing import Capturer
 from zerofx.runtime.cuda_graphs.recording import CannotRecordError, Recording, own_memory, record
 from zerofx.runtime.executor import Outcome, Runtime
+from zerofx.runtime.measure.measure import Meter
 
 # Kernels are loaded, and libraries choose among them and take their workspaces, in the first steps of each shape.
 NUM_WARM_UP_STEPS = 2
@@ -79,13 +80,21 @@ class GraphedSteps:
         return self._entries[id(step)]
 
     def run(
-        self, step: CompiledStep, runtime: Runtime, state: Mapping[str, Any], batch: Mapping[str, torch.Tensor]
+        self,
+        step: CompiledStep,
+        runtime: Runtime,
+        state: Mapping[str, Any],
+        batch: Mapping[str, torch.Tensor],
+        meter: Meter | None,
     ) -> Outcome:
-        """Run one step; returns its loss, and the norm of gradients that are clipped.
+        """Run one step; returns its loss, and the norm of gradients that are clipped. ``meter`` measures it, without
+        graphs.
 
         Raises:
             CompilerError: graphs are required, and the step could not be captured; nothing has been changed.
         """
+        if meter is not None:
+            return meter(step.function_for(runtime), step.emitted.functions, runtime, state, batch)
         entry = self._entry(step)
         if entry.obstacle:
             return step.function_for(runtime)(runtime, state, batch)
