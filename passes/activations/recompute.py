@@ -118,7 +118,7 @@ def put_off(step: StepGraph) -> None:
         nearest = bisect_right(places, node)
         if nearest == len(places) or places[nearest] > first or _run_of(step, node) != _run_of(step, first):
             continue
-        if step.output in readers or _freed_bytes(node) >= node_bytes(node):
+        if step.output in readers or _bytes_freed(node) >= node_bytes(node):
             continue
         for moved in (node, *_names_of(node)):
             first.prepend(moved)
@@ -128,7 +128,7 @@ def _run_of(step: StepGraph, node: fx.Node) -> tuple[str, str | None]:
     return step.unit_of(node), piece_of(node)
 
 
-def _freed_bytes(node: fx.Node) -> int:
+def _bytes_freed(node: fx.Node) -> int:
     """Bytes of the values that ``node`` is the last to read."""
     owners = {storage_source(source) for source in node.all_input_nodes}
     return sum(

@@ -90,7 +90,7 @@ def _delays(step: StepGraph, plan: Plan) -> Iterator[Compared]:
 
 
 def _wire(step: StepGraph, plan: Plan) -> Iterator[Compared]:
-    yield "sends", _actual_wire(step), _planned_wire(plan)
+    yield "sends", _actual_wire(step), _wire_of_plan(plan)
 
 
 def _offload_calls(step: StepGraph, phase: Phase) -> list[fx.Node]:
@@ -140,7 +140,7 @@ def _sums(node: fx.Node) -> bool:
     return node.target in ops.REDUCTIONS or (node.target is ops.exchange and node.args[3] != "across")
 
 
-def _planned_wire(plan: Plan) -> list[str]:
+def _wire_of_plan(plan: Plan) -> list[str]:
     lines = []
     for decision in plan.wires:
         lines += [f"gathers {decision.bucket} in {decision.gather}"] if decision.gather != "exact" else []

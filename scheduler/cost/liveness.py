@@ -224,7 +224,7 @@ def _tier_use(
     settled_by: Mapping[fx.Node, fx.Node],
 ) -> TierUse:
     """Bytes on a slower tier: what is kept and copied there, without what operators on the host hold inside."""
-    left = {settle: _left_passing(run_on) if tier == "host" else [] for run_on, settle in settled_by.items()}
+    left = {settle: _bytes_passing(run_on) if tier == "host" else [] for run_on, settle in settled_by.items()}
     held = {node for node in owned if tier_of(node) == tier and node.target in ops.EVENTS}
     dying = _storages_by_reader({storage: reader for storage, reader in last_use.items() if storage[0] in held})
     persistent = _persistent_bytes(step, tier)
@@ -364,7 +364,7 @@ def _host_buffer_bytes(node: fx.Node) -> int:
     return 0
 
 
-def _left_passing(run_on: fx.Node) -> list[int]:
+def _bytes_passing(run_on: fx.Node) -> list[int]:
     """Bytes that each copy which runs on holds on the host on its way to nvme."""
     return [size for copy in run_on.all_input_nodes if (size := _host_buffer_bytes(copy)) > 0]
 
