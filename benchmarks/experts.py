@@ -2,12 +2,16 @@
 
     torchrun --nproc-per-node 4 -m benchmarks.experts    # some minutes on two cores
     python -m benchmarks.experts --rate 200mbit          # each rank on a node of its own, as benchmarks.nodes has them
+    torchrun --nproc-per-node 4 -m benchmarks.experts --hot    # all tokens of a batch have the same experts
     python -m benchmarks.experts --plan                  # Qwen3-30B-A3B on 8 H100s, as simulated; some minutes as well
 
 A Mixtral of 28 million parameters, 16 experts a layer, of which 2 or 8 work for each token, on ``mesh={"model": 4}``:
 with tokens gathered and each rank with columns of all experts, with ``shardings={"*experts*": "exchange"}``, and as a
 plan has it unasked. They take turns step by step; ratios are of medians, of minima, and of processor seconds of all
-ranks, which hold on a busy machine too.
+ranks and of the busiest, which hold on a busy machine too.
+
+``--hot``: batches of one token over and over, whose rows all are for the same 2 or 8 experts of a layer. Rows are sent,
+with room for those of the busiest rank, or, with ``copied_experts=``, dealt to all ranks.
 
 ``--plan``: both, and FSDP, in bfloat16 with masters in float32, 4,096 tokens a GPU and step, within 72 GiB.
 """
@@ -37,6 +41,8 @@ WAYS: dict[str, dict[str, str]] = {
     "exchanged": {"*experts*": "exchange"},
     "unasked": {},
 }
+HOT: dict[str, tuple[str, ...]] = {"sent": (), "copied": ("copied_experts",)}  # options, of as many as work for a token
+ROWS = ("row_capacity", "row_rounds", "row_shares", "copied_experts")
 TOKENS, GPUS = 4096, 8
 RANKS = 4  # on nodes of their own
 
@@ -58,27 +64,41 @@ def _step(top: int, dtype: torch.dtype, shardings: dict[str, str], options: dict
     return zerofx.compile(model, optimizer, 0, mesh=mesh, shardings=shardings, **options)
 
 
-def measure(top: int, parsed: argparse.Namespace, options: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
-    """Seconds of each step, and of the processors of all ranks, by way, after four to warm up."""
+def measure(
+    top: int, parsed: argparse.Namespace, options: dict[str, Any]
+) -> dict[str, list[tuple[float, float, float]]]:
+    """Seconds of each step, and of the processors of all ranks, and of the busiest, by way, after four to warm up."""
     dtype, num_steps = getattr(torch, parsed.dtype), parsed.steps
-    steps = {name: _step(top, dtype, WAYS[name], options) for name in parsed.ways}
+    if parsed.hot:
+        steps = {
+            name: _step(top, dtype, WAYS["exchanged"], options | dict.fromkeys(more, top)) for name, more in HOT.items()
+        }
+    else:
+        steps = {name: _step(top, dtype, WAYS[name], options) for name in parsed.ways}
     generator = torch.Generator().manual_seed(0)
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+    seconds: dict[str, list[tuple[float, float, float]]] = {name: [] for name in steps}
     for number in range(num_steps + 4):
         ids = torch.randint(0, VOCAB, (parsed.sequences, LENGTH), generator=generator)
+        ids = ids[:1, :1].expand_as(ids).contiguous() if parsed.hot else ids
         for name, step in steps.items():
             dist.barrier()
             begin, worked = time.perf_counter(), time.process_time()
             step(input_ids=ids, labels=ids)
             spent = torch.tensor(time.process_time() - worked)
+            most = spent.clone()
             dist.all_reduce(spent)
+            dist.all_reduce(most, dist.ReduceOp.MAX)
             if number >= 4:
-                seconds[name].append((time.perf_counter() - begin, spent.item()))
+                seconds[name].append((time.perf_counter() - begin, spent.item(), most.item()))
     for name, step in steps.items():
         if not dist.get_rank():
-            print(f"{top} experts a token, {name}: {step.plan.wire_bytes / 2**20:.1f} MiB sent and "
-                  f"{step.plan.step_seconds:.3f} s, as planned, {step.num_repeated} steps run again; rows are "
+            print(f"{top} experts a token, {name}: {step.plan.wire_bytes / 2**20:.1f} MiB sent, "
+                  f"{step.plan.step_seconds:.3f} s, peak {step.plan.peak_bytes['device'] / 2**20:.1f} MiB, as planned, "
+                  f"{step.num_repeated} steps run again; rows are "
                   f"{'sent' if step.plan.sends_rows else 'not sent'} to their experts", flush=True)  # fmt: skip
+            numbers = {key: step.metrics[key] for key in ROWS if key in step.metrics}
+            print("    " + ", ".join(f"{key} {number:.3g}" for key, number in numbers.items()), flush=True)
+            print("    " + "; ".join({d.reason for d in step.plan.shardings if "experts with" in d.reason}))
         step.close()
     return seconds
 
@@ -137,6 +157,8 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--sequences", type=int, default=4, help="of 256 tokens, in a step of all ranks")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--hot", action="store_true", help="tokens that all have the same experts")
+    parser.add_argument("--budget", help="the memory budget of a step")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--backend", choices=["eager", "inductor"], default="eager")
     parser.add_argument("--measure-machine", action="store_true", help="plan for the machine as it is measured first")
@@ -153,21 +175,26 @@ def main() -> None:
         run_on_nodes(parsed.rate, [a for a in sys.argv[1:] if a not in ("--rate", parsed.rate)])
         return
     dist.init_process_group("gloo")
-    options = {"backend": parsed.backend, "machine": zerofx.Machine.measure() if parsed.measure_machine else None}
+    options = {
+        "backend": parsed.backend,
+        "memory_budget": parsed.budget,
+        "machine": zerofx.Machine.measure() if parsed.measure_machine else None,
+    }
     rows = []
     for top in parsed.top:
         seconds = measure(top, parsed, options)
         of_each = {
-            name: (statistics.median(wall for wall, _ in each), min(each)[0], statistics.median(cpu for _, cpu in each))
-            for name, each in seconds.items()
+            name: (statistics.median(walls), min(walls), statistics.median(all_ranks), statistics.median(busiest))
+            for name, (walls, all_ranks, busiest) in ((name, zip(*each, strict=True)) for name, each in seconds.items())
         }
-        gathered = of_each["gathered"]
+        gathered = of_each["sent" if parsed.hot else "gathered"]
         rows += [
             (top, name, numbers[0], *(number / other for number, other in zip(numbers, gathered, strict=True)))
             for name, numbers in of_each.items()
         ]
     if not dist.get_rank():
-        headers = ["experts a token", "", "seconds a step", "of gathered", "minima", "of processors"]
+        first = "of sent" if parsed.hot else "of gathered"
+        headers = ["experts a token", "", "seconds a step", first, "minima", "of processors", "of the busiest"]
         print(tabulate(rows, headers=headers, floatfmt=".3f"))
     dist.destroy_process_group()
 

@@ -37,6 +37,7 @@ from zerofx.option_checks import (
     SHARDINGS,
     TILES,
     has_no_stages,
+    has_stages,
     warn_of_ignored_shardings,
 )
 from zerofx.option_table import (
@@ -130,6 +131,7 @@ class CompileKeywords(PlanKeywords, total=False):
     on_nonfinite: OnNonfinite | None
     weights: str | Path | None
     cuda_graphs: CudaGraphs
+    copied_experts: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,6 +237,17 @@ class CompileOptions:
     shardings: Mapping[str, str] = option(None, SHARDINGS)
     """how modules or parameters lie on the axis ``model``, by names or patterns of names: ``"column"``, ``"row"``,
     ``"sequence"``, ``"replicated"`` or ``"exchange"``, or a ``tp_plan`` of ``transformers``; the rest is the plan's."""
+
+    copied_experts: int = option(
+        0,
+        count(0),
+        Exclusion("precision", "copies are multiplied as they come", theirs=lambda given: given.fp8 is not None),
+        Exclusion("mesh", "rows are dealt in a step without stages", theirs=has_stages),
+        not_for=("plan", "step", "sharing", "evaluation"),
+    )
+    """where rows that are sent to their experts find no room: of how many experts of a layer, those with the most rows,
+    each rank then gets copies, if a step is faster so, to compute as many rows as the others. The gradients of their
+    weights are then sums of ranks' sums, each rounded; all else has the same bits."""
 
     wire: WireOption = option(
         "exact",

@@ -41,6 +41,7 @@ from zerofx.passes.parts import Parts
 from zerofx.passes.prefetch import Prefetch
 from zerofx.passes.prepare.accumulate import Accumulate
 from zerofx.passes.prepare.borrow import Borrow
+from zerofx.passes.prepare.copies import Copies
 from zerofx.passes.prepare.multiply import Multiply
 from zerofx.passes.prepare.order_rows import OrderRows
 from zerofx.passes.prepare.overlap import Overlap
@@ -116,6 +117,12 @@ PREPARE = (
         Partition,
         {"shardings": ("node", "outputs", "inputs", "again", "parameter", "has_no_way")},
         lambda given: given.num_parts > 1,
+    ),
+    # Rows of the experts that have the most, on all ranks.
+    PassEntry(
+        Copies,
+        {"shardings": ("num_copies",)},
+        lambda given: any(decision.num_copies for decision in given.shardings),
     ),
     # Rows of experts in several rounds, where there is no room for all at once.
     PassEntry(

@@ -187,9 +187,11 @@ class _Rounds:
         with self._graph.inserting_before(node):
             if ends not in self._rounds:
                 args = (places, ends, *how)
-                self._rounds[ends] = _keep_piece(insert_call(self._graph, row_rounds, args, origin(node)), node)
+                call = insert_call(self._graph, row_rounds, args, origin(node), dict(node.kwargs))
+                self._rounds[ends] = _keep_piece(call, node)
             counted = (places, ends, self._rounds[ends], *how)
-            count = _keep_piece(insert_call(self._graph, round_shares, counted, origin(node)), node)
+            call = insert_call(self._graph, round_shares, counted, origin(node), dict(node.kwargs))
+            count = _keep_piece(call, node)
         node.replace_all_uses_with(count)
         self._counts[ends] = count
 
@@ -302,7 +304,7 @@ class _Round:
             num_rows = tensor(places).shape[0] // num_ranks  # type: ignore[arg-type,operator]  # a node, and a number
         rounds = self.all._rounds[route.ends]
         how = (num_ranks, capacity, num_tokens, num_rows, by_group, outward, self.number)
-        routes = self._call(route.land, round_routes, places, ends, rounds, rank, *how)
+        routes = self._call(route.land, round_routes, places, ends, rounds, rank, *how, **route.routes.kwargs)
         send, land = (self._call(route.land, operator.getitem, routes, which) for which in range(2))
         packed = self._call(route.land, pack_rows, rows, send, num_ranks)
         sent = self._call(route.land, route.exchange.target, packed, num_ranks, **route.exchange.kwargs)

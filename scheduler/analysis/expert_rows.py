@@ -34,7 +34,7 @@ def experts_of(ways: ShardingWays) -> list[Experts]:
         if ends is None or origin(first).phase is not Phase.FORWARD:
             continue
         of_kind = weights.setdefault(ways.slot(ends)[0].name, {})
-        of_kind.update((weight, None) for member in members for weight in _weights(read_tensors(member)[1]))
+        of_kind.update((weight, None) for member in members for weight in weights_of(member))
     return [Experts(kind, tuple(nodes)) for kind, nodes in weights.items() if nodes]
 
 
@@ -65,9 +65,10 @@ def _bounded(ways: ShardingWays, rule: Rule) -> Iterator[str]:
             yield ways.classes.first[ways.nodes_by_name[lies.ends]].name
 
 
-def _weights(node: fx.Node) -> Iterator[fx.Node]:
-    """The parameters, a matrix for each expert, that a product's operand is made of: one, with what adapters add."""
-    pending, seen = [node], set[fx.Node]()
+def weights_of(product: fx.Node) -> Iterator[fx.Node]:
+    """The parameters, a matrix for each expert, that a grouped product's operand is made of: one, with what adapters
+    add."""
+    pending, seen = [read_tensors(product)[1]], set[fx.Node]()
     while pending:
         node = pending.pop()
         if node.op == "placeholder" and placeholder(node).role is Role.PARAMETER and tensor(node).ndim > 2:

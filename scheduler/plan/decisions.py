@@ -151,7 +151,8 @@ class ShardingDecision:
     ``scheduler/plan/placements.py`` writes them; a ``parameter``, which is said by its name, has an output alone.
     ``again`` are the placements of its value, the first of several, that are made for forward's readers, and once more
     for backward's. ``has_no_way``: nothing of it can be shared, so that every rank has, or does, all of it.
-    ``num_rounds``: in how many rounds ranks send each other its rows.
+    ``num_rounds``: in how many rounds ranks send each other its rows. ``num_copies``: the number of experts, those with
+    the most rows, whose rows are computed on all ranks.
     """
 
     node: str
@@ -162,6 +163,7 @@ class ShardingDecision:
     has_no_way: bool = False
     reason: str = ""
     num_rounds: int = 1
+    num_copies: int = field(default=0, metadata=ONLY_IF_SET)
 
     @property
     def sends_rows(self) -> bool:

@@ -212,6 +212,11 @@ class Plan:
         return max((decision.num_rounds for decision in self.shardings), default=1)
 
     @property
+    def num_copied_experts(self) -> int:
+        """The number of experts, those with the most rows, that each rank has copies of, next to its own."""
+        return max((decision.num_copies for decision in self.shardings), default=0)
+
+    @property
     def has_residencies(self) -> bool:
         """True if some bucket is whole on the device only while it is used: sharded, or in a slower tier."""
         return self.gathers_parameters or bool(self.parameters or self.gathers)

@@ -49,7 +49,9 @@ class Request:
     ``fixed``: for a training step next to others, where states and parameters stay; None where its plan says it.
     ``lenders``: the models of other steps that may be read from buckets. ``sizes``: what was captured for batches of
     other sizes, of which the step's graph may be made. ``capacity``: of a rank for rows of experts, in equal shares,
-    which are sent in ``num_rounds``.
+    which are sent in ``num_rounds``. ``num_copies``: the number of experts that are copied; ``needed``: the capacity
+    that there is instead, unless copies are faster; 0 where they are not to be compared. ``why_copies``: what has been
+    found of that.
     ``verbose``: whether this rank shows how long it takes.
     """
 
@@ -67,6 +69,9 @@ class Request:
     sizes: KnownSizes | None = None
     capacity: float = FIRST_CAPACITY
     num_rounds: int = 1
+    num_copies: int = 0
+    needed: float = 0.0
+    why_copies: str = ""
 
     @property
     def borrowed(self) -> tuple[Borrowed, ...]:

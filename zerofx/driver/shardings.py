@@ -21,20 +21,21 @@ from torch import fx
 from zerofx.capture.cache import trace_settings
 from zerofx.disk.cache import DiskCache, key_of
 from zerofx.driver.captures import Captures
-from zerofx.driver.meshes.layouts import Judge, Shardings, best_prices, choose_sending
+from zerofx.driver.meshes.layouts import Judge, Shardings, best_prices, choose_copies, choose_sending
 from zerofx.driver.prepared import Earlier, Request, Shared
 from zerofx.errors import PlanError, RankMismatchError, UsageError, notify
 from zerofx.ir.batch import Batch, hash_of
 from zerofx.ir.canonical import graph_parts
 from zerofx.ir.facts import Role, placeholder
 from zerofx.ir.graph import StepGraph
+from zerofx.ir.sharding.grouped import ends_of
 from zerofx.json_format import parse_value, to_data
 from zerofx.option_table import defaults_for
 from zerofx.options import CompileOptions
 from zerofx.passes.prepare.stages import buffers_of_backward
 from zerofx.progress import watch_progress
 from zerofx.runtime.state.optimizer import hyperparameter_texts
-from zerofx.scheduler.analysis.expert_rows import Experts, experts_of, kinds_that_send
+from zerofx.scheduler.analysis.expert_rows import Experts, experts_of, kinds_that_send, weights_of
 from zerofx.scheduler.analysis.sharding_pins import EXCHANGE, apply_pins, pins_of
 from zerofx.scheduler.analysis.sharding_ways import ShardingWays, sharding_ways
 from zerofx.scheduler.cost.sharding_seconds import Prices
@@ -101,6 +102,8 @@ def layouts(
     Raises:
         ZeroFXError: as ``share_computation``.
     """
+    if request.needed:
+        request = _compare_copies(request, captures, earlier, everywhere)
     if request.num_rounds > 1:
         yield _lay_out_in_rounds(request, captures, earlier, everywhere)
         return
@@ -110,6 +113,9 @@ def layouts(
         smaller = share_computation(request, captures, earlier, everywhere, within_budget=True)
         if smaller.shardings != fastest.shardings:
             yield choose_products(request, smaller, earlier, everywhere)
+    if request.num_copies:
+        yield from layouts(_drop_copies(request), captures, earlier, everywhere)
+        return
     if request.capacity == FIRST_CAPACITY or isinstance(request.options.plan, Plan):
         return
     begun = replace(request, capacity=FIRST_CAPACITY)
@@ -122,6 +128,26 @@ def layouts(
     except PlanError as obstacle:
         if request.verbose:
             notify(f"rows of experts are not sent in rounds: {obstacle}")
+
+
+def _compare_copies(request: Request, captures: Captures, earlier: Earlier | None, everywhere: Everywhere) -> Request:
+    """The request with copies of experts, or, if a step is no faster so, with room for their rows."""
+    other = _drop_copies(request)
+    if isinstance(request.options.plan, Plan) or request.mesh.pipe > 1 or request.num_rounds > 1:
+        return request if request.num_rounds > 1 else other
+
+    def compare() -> str:
+        judge = Judge(request, captures, share_one_rank)
+        copied, roomy = (_decide(each, captures, earlier) for each in (request, other))
+        is_better, why = choose_copies(judge, copied, roomy, request.needed)
+        return json.dumps([is_better, why])
+
+    is_better, why = json.loads(everywhere("compare steps with copies of experts", compare))
+    return replace(request if is_better else other, why_copies=why)
+
+
+def _drop_copies(request: Request) -> Request:
+    return replace(request, num_copies=0, needed=0.0, capacity=max(request.capacity, request.needed))
 
 
 def _lay_out_in_rounds(
@@ -322,7 +348,7 @@ def _decide(
         return _with_capacity(request.options.plan.shardings, request.capacity)
     step = captures.whole_graph(captures.candidates[0])
     if earlier is not None and earlier.shared.given == _step_key(request, captures):
-        return _with_capacity(earlier.shared.shardings, request.capacity)  # another update of the same step
+        return _add_room(earlier.shared.shardings, request, step)  # another update of the same step
     asked = dict(request.options.shardings or {})
     if request.locations is not None:  # an evaluation, which gathers
         asked = {name: word for name, word in asked.items() if word != EXCHANGE}
@@ -381,7 +407,7 @@ def _decide(
     if request.locations is None:  # layouts are simulated, which follows from all that a plan does
         said += [*request.options.texts("plan"), str(hyperparameter_texts(request.optimizers)), str(simulated)]
     with watch_progress("sharing the computation", show=request.verbose):
-        return _with_capacity(decide_with_cache(request, step, ShardingDecision, decide, *said), request.capacity)
+        return _add_room(decide_with_cache(request, step, ShardingDecision, decide, *said), request, step)
 
 
 def _obstacle_to_sending(request: Request, step: StepGraph) -> str | None:
@@ -401,6 +427,19 @@ def _obstacle_of(experts: Experts, offered: Collection[str], lying: Mapping[fx.N
         return "their number, or that of tokens, is none that the ranks divide, or rows are not taken by one index"
     lies = next((lying[node] for node in experts.weights if lying.get(node, Sharded(0)) != Sharded(0)), None)
     return None if lies is None else f"they lie {placement_words(str(lies))}, as another step has them"
+
+
+def _add_room(shardings: Sequence[ShardingDecision], request: Request, step: StepGraph) -> tuple[ShardingDecision, ...]:
+    """The decisions, with the room, and the copies of experts, that are asked for; their weights' say why."""
+    given = {each.node: each for each in _with_capacity(shardings, request.capacity)}
+    for node, each in given.items():
+        if each.sends_rows:
+            given[node] = replace(each, num_copies=request.num_copies)
+    if request.why_copies:
+        products = (node for node in step.calls() if ends_of(node) and node.name in given)
+        for name in {weight.name for node in products if given[node.name].sends_rows for weight in weights_of(node)}:
+            given[name] = replace(given[name], reason="; ".join(filter(None, (given[name].reason, request.why_copies))))
+    return tuple(given.values())
 
 
 def _with_capacity(shardings: Sequence[ShardingDecision], capacity: float) -> tuple[ShardingDecision, ...]:

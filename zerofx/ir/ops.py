@@ -52,6 +52,9 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
                       shares, and whether there is room
 ``pack_rows``         the rows for each rank, ``land_rows`` those that were received in their places, and ``add_rows``
                       their sums there (``zerofx/ir/op_kernels/row_routes.py``)
+``deal_rows``         rows of the groups that have the most, dealt to all ranks, ``own_slots`` where this rank has these
+                      groups, ``undealt_shares`` the most rows for one rank if none were dealt, and ``sum_order`` the
+                      order that received rows are summed in (``zerofx/ir/op_kernels/row_copies.py``)
 ``row_rounds``        the round of each row, where they go in several; ``round_...`` are the same of one round, and
                       ``land_more`` and ``add_home_rows`` bring rounds together (``zerofx/ir/op_kernels/row_rounds.py``)
 ``checked``           a copy of what linear algebra gave, once its own report says that it succeeded

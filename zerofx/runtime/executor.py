@@ -15,7 +15,7 @@ from zerofx.errors import NonFiniteGradientsError, NonFiniteLossError, RowOverfl
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.facts import DEVICE
 from zerofx.ir.op_kernels import fp8_slices
-from zerofx.ir.op_kernels.row_routes import most_shares
+from zerofx.ir.op_kernels.row_routes import most_shares, most_undealt
 from zerofx.ir.owners import Owners
 from zerofx.runtime.arena import Allocate, Allocations, Arena
 from zerofx.runtime.comm.collectives import JointGathers, send_to_owners, send_to_slices
@@ -54,6 +54,8 @@ class Runtime:
         self.host, self.run_on = tiers.run_on_host, tiers.run_on
         # What the step that was ended last has given: ``check_finite`` has its loss, ``check_gradients`` all of it.
         self.stopped: list[torch.Tensor] | None = None
+        # The most rows of experts for one rank in the step, in equal shares, if none were dealt; 0 where none are.
+        self.undealt_shares = 0.0
         self._draws: deque[list[bytes]] = deque()  # the generators' states of micro-batches, in turn
         self._last_step: object = None
         self._changed: Sequence[torch.Tensor] = ()  # buffers that the last steps change, each rank its own
@@ -71,7 +73,7 @@ class Runtime:
             updates: of whole parameters, by bucket.
             agreed: waits until all ranks are about to run the same step; called before the first collective.
         """
-        self._scalars, self._updates = scalars, updates
+        self._scalars, self._updates, self.undealt_shares = scalars, updates, 0.0
         self._agreed = agreed
         self._joint = JointGathers()  # a step that failed may have left some
         self._allocate = self._anywhere
@@ -363,6 +365,7 @@ class Runtime:
         if not self._holds_on_all(loss.item() != LOSS_OF_OVERFLOW):
             self.stopped = [loss]
             raise RowOverflowError(most_shares(pytree.tree_leaves(shares)))
+        self.undealt_shares = most_undealt(pytree.tree_leaves(shares))
 
     def _holds_on_all(self, truth: bool) -> bool:
         """True if ``truth`` is on all ranks. Collective."""

@@ -31,7 +31,7 @@ from zerofx.session.steps import Steps
 from zerofx.session.taken_over import Awaited, TakenOver
 from zerofx.units import first_few
 
-_SCALE, _CAPACITY = "loss_scale", "row_capacity"
+_SCALE, _CAPACITY, _NEEDED = "loss_scale", "row_capacity", "row_capacity_without_copies"
 
 
 class Checkpointed:
@@ -244,12 +244,12 @@ class Checkpointed:
                 check_scale(counted[_SCALE])
             except UsageError as error:
                 raise CheckpointError(f"{error}. Nothing has been loaded") from error
-        capacity = counted.get(_CAPACITY, FIRST_CAPACITY)
-        if not isinstance(capacity, int | float) or not 0 < capacity < math.inf:
-            raise CheckpointError(
-                f"expected the capacity for rows of experts in equal shares, found {capacity!r} in the checkpoint: it "
-                f"was not written by a step. Nothing has been loaded"
-            )
+        for capacity in (counted.get(name, FIRST_CAPACITY) for name in (_CAPACITY, _NEEDED)):
+            if not isinstance(capacity, int | float) or not 0 < capacity < math.inf:
+                raise CheckpointError(
+                    f"expected the capacity for rows of experts in equal shares, found {capacity!r} in the checkpoint: "
+                    f"it was not written by a step. Nothing has been loaded"
+                )
 
     def _load(self, checked: Loadable, taken: TakenOver | None, own: Mapping[str, Any], *, weights_only: bool) -> None:
         """Change what is in memory: where this fails, the step is over."""
@@ -292,10 +292,13 @@ class Checkpointed:
             taken.state.flush()
 
     def _numbers(self) -> StepCounts:
-        scaler, capacity = self._steps.scaler, self._steps.rows.capacity
+        scaler, rows = self._steps.scaler, self._steps.rows
         extra: dict[str, Any] = {} if scaler is None else {_SCALE: scaler.state_dict()}
-        if capacity > FIRST_CAPACITY:
-            extra[_CAPACITY] = capacity
+        if rows.capacity > FIRST_CAPACITY:
+            extra[_CAPACITY] = rows.capacity
+        num_copies, needed = rows.copies
+        if num_copies:
+            extra[_NEEDED] = needed
         return StepCounts(self.num_steps, self.num_skipped, extra)
 
     def _set_numbers(self, numbers: StepCounts) -> None:
@@ -304,6 +307,8 @@ class Checkpointed:
             self._steps.scaler.load_state_dict(numbers.extra[_SCALE])
         rows = self._steps.rows
         rows.capacity = max(rows.capacity, numbers.extra.get(_CAPACITY, FIRST_CAPACITY))
+        if _NEEDED in numbers.extra:
+            rows.copy_experts(numbers.extra[_NEEDED])
 
     def _names(self) -> ModelNames:
         with self._life.lift_guard():

@@ -137,7 +137,8 @@ class Reported:
         ``measure`` has found them, or else as planned; ``grad_norm``, that of each layer as
         ``grad_norm/layers.0``, ``loss_scale``, and, where ranks send each other rows of experts, ``repeated_steps``,
         run again as some had found no room, ``row_capacity``, room in equal shares, ``row_rounds``, in how many rounds
-        they were sent, and ``row_shares``, the most that a rank has had for another. Each is a Python number. The host
+        they were sent, ``copied_experts``, of how many experts of a layer each rank had copies, and ``row_shares``, the
+        most rows that a rank has had for another. Each is a Python number. The host
         waits for the device when ``loss``, ``seconds`` and what is a second's, ``grad_norm`` or ``row_shares`` are
         read, and not before.
         """
@@ -161,6 +162,7 @@ class Reported:
             "repeated_steps": self.num_repeated,
             "row_capacity": plan.row_capacity,
             "row_rounds": plan.num_row_rounds,
+            "copied_experts": plan.num_copied_experts,
         }
 
     @property

@@ -198,7 +198,7 @@ class Step(Whole, Reported):
         self._steps.gradients.put()
         self._last.note(results[0], given, self._steps.mesh)
         self._count(results[0])
-        self._steps.rows.note_run()
+        self._steps.rows.note_run(taken.runtime.undealt_shares)
         taken.update_scale(is_finite=True)
         taken.finish_step(self.options.delayed_update or 0, self.num_steps, compiled.plan)
         self._steps.seeds.end(taken.device)

@@ -118,7 +118,7 @@ class Steps:
         self._sizes = None if options.lengths is None else KnownSizes()
         self.effects: Sequence[Change] = ()  # what the latest forward leaves on its modules
         self.replay: Replay | None = None  # of the latest forward, if it reads values for logs
-        self.rows = RowRoom()
+        self.rows = RowRoom(options.copied_experts)
         self.num_given_back = 0  # times that the model was given back, to be taken over anew
         self.before_give_back: Callable[[], None] = lambda: None
         self._awaited: Awaited | None = None
@@ -339,7 +339,8 @@ class Steps:
             self.model, self.optimizers, batch, options or self.options, self._settings, self.mesh, machine,
             verbose=self._control.rank == 0, lenders=self.lenders.borrowed,
             fixed=self.taken.state.locations() if self.taken is not None and stays else None, sizes=self._sizes,
-            capacity=self.rows.size[0], num_rounds=self.rows.size[1],
+            capacity=self.rows.size[0], num_rounds=self.rows.size[1], num_copies=self.rows.copies[0],
+            needed=self.rows.copies[1],
         )  # fmt: skip
 
     @contextlib.contextmanager

@@ -37,20 +37,20 @@ class Steered(nn.Module):
         return x.square().mean()
 
 
-def _tokens(generator: torch.Generator, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def even_tokens(generator: torch.Generator, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
     x = torch.randn(NUM_TOKENS, WIDTH, generator=generator)
     x[:, 0] = torch.tensor([8.0, -8.0]).repeat(NUM_TOKENS // 2)  # half of each rank's tokens for each rank
     return (x.to(dtype),), {}
 
 
-def _uneven(x: Tensor) -> Tensor:
+def make_uneven(x: Tensor) -> Tensor:
     """The same tokens, all of which have the experts of the first rank."""
     return torch.cat([x[:, :1].abs(), x[:, 1:]], 1)
 
 
 def _run(top: int, dtype: torch.dtype, options: dict[str, Any], num_steps: int) -> dict[str, Any]:
     """Steps, the seventh and the eighth with all tokens to one rank's experts, within the bytes of even routing."""
-    case = Case(lambda: Steered(top).to(dtype), lambda generator: _tokens(generator, dtype), optimizer=sgd)
+    case = Case(lambda: Steered(top).to(dtype), lambda generator: even_tokens(generator, dtype), optimizer=sgd)
     given = {"backend": "eager", "machine": SHARING, "shardings": EXCHANGED, "mesh": {"model": 2}, **options}
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr(shardings, "apply_pins", whole_elsewhere)
@@ -68,7 +68,7 @@ def _run(top: int, dtype: torch.dtype, options: dict[str, Any], num_steps: int) 
     optimizer.step()
     peaks, seen, unlike = list[tuple[int, int]](), list[tuple[int, int, float]](), list[tuple[int, str, float]]()
     for number, ((x,), _) in enumerate(batches(case, 0, num_steps), 2):
-        batch = _uneven(x) if number in (7, 8) else x
+        batch = make_uneven(x) if number in (7, 8) else x
         optimizer.zero_grad()
         eager(batch).backward()
         optimizer.step()

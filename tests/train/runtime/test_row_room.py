@@ -13,8 +13,8 @@ from zerofx.scheduler.plan.decisions import ShardingDecision
 from zerofx.scheduler.plan.plan import Plan
 
 
-def _plan(capacity: float, num_rounds: int = 1) -> Plan:
-    decision = ShardingDecision("mm", (f"S0[ends*{capacity}]",), num_rounds=num_rounds)
+def _plan(capacity: float, num_rounds: int = 1, num_copies: int = 0) -> Plan:
+    decision = ShardingDecision("mm", (f"S0[ends*{capacity}]",), num_rounds=num_rounds, num_copies=num_copies)
     return replace(Plan(0, 2, None, "cpu", "", (), (), ()), shardings=(decision,))
 
 
@@ -78,3 +78,40 @@ def test_a_step_that_fits_in_no_way_leaves_what_there_was() -> None:
     assert room.size == (1.25, 1)
     room.give_up()
     assert room.size == (1.25, 1)
+
+
+def test_experts_are_copied_until_rows_have_room_without() -> None:
+    room = RowRoom(2)
+    assert (room.copies, room.key) == ((0, 0.0), "")
+    room.widen(4.0, 4)
+    assert (room.size, room.copies) == ((1.25, 1), (2, 4.0))
+    assert room.key
+    room.note_built(_plan(1.25, num_copies=2))
+    room.note_run(4.0)
+    assert room.copies == (2, 4.0)
+    room.note_run(1.0)
+    assert (room.size, room.copies, room.key) == ((1.25, 1), (0, 0.0), "")
+    room.widen(4.0, 4)  # at once again: twice as many steps in a row are to have room before the next try
+    room.note_run(1.0)
+    assert room.copies == (2, 4.0)
+    room.note_run(1.0)
+    assert room.copies == (0, 0.0)
+
+
+def test_there_is_room_where_copies_are_no_faster() -> None:
+    room = RowRoom(2)
+    room.widen(2.0, 4)
+    room.note_built(_plan(2.0))
+    assert (room.size, room.copies) == ((2.0, 1), (0, 0.0))
+    room.widen(4.0, 4)  # for which they may be
+    assert (room.size, room.copies) == ((2.0, 1), (2, 4.0))
+    room.note_built(_plan(1.25, 4))  # neither pays, nor fits
+    assert (room.size, room.copies) == ((1.25, 4), (0, 0.0))
+
+
+def test_copies_that_are_too_few_have_more_room() -> None:
+    room = RowRoom(1)
+    room.widen(4.0, 4)
+    room.note_built(_plan(1.25, num_copies=1))
+    room.widen(2.0, 4)
+    assert (room.size, room.copies) == ((2.0, 1), (1, 4.0))

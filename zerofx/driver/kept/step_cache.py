@@ -69,6 +69,7 @@ def key_of_step(request: Request, captures: Captures, earlier: Earlier | None) -
         repr(None if earlier is None else f"{earlier.layout} {earlier.binding.variant} {earlier.shared}"),
         repr(histories_of(model, optimizers) if earlier is None else None),
         repr(request.locations), repr(request.fixed), repr((request.capacity, request.num_rounds)),
+        repr((request.num_copies, request.needed)),
         *(repr(entry.facts()) for entry in request.borrowed),
         repr(sorted(batch.description().items())),
         repr(request.machine), str(request.mesh), str(device),

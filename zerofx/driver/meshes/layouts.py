@@ -81,6 +81,21 @@ def choose_sending(
     return sent, why
 
 
+def choose_copies(judge: Judge, copied: Shardings, roomy: Shardings, capacity: float) -> tuple[bool, str]:
+    """True if a step is faster with copies of experts, as in ``copied``, than with room for ``capacity`` equal shares
+    of their rows, as in ``roomy``; and why.
+
+    Raises: as ``best_prices``.
+    """
+    with_copies, with_room = judge.judge(copied), judge.judge(roomy)
+    is_better = with_copies.is_better(with_room)
+    way = "copied to all ranks" if is_better else "not copied"
+    return is_better, (
+        f"experts with the most rows are {way}: a step takes {with_copies} where they are, {with_room} with room for "
+        f"{capacity:.3g} equal shares of rows"
+    )
+
+
 @dataclass(frozen=True)
 class _Judged:
     """A simulated layout: the bytes by which its peak misses the budget, and its seconds. ``is_forced``: whether it

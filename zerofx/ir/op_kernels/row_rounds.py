@@ -40,9 +40,10 @@ def _row_rounds(
     num_rows: int,
     num_rounds: int,
     by_group: bool,
+    rows: Tensor | None = None,
 ) -> Tensor:
     num_groups, device = ends.shape[0], places.device
-    row, _, _, token_rank = sides(places, ends, num_ranks, num_tokens, by_group=by_group)
+    row, _, _, token_rank = sides(places, ends, num_ranks, num_tokens, by_group=by_group, rows=rows)
     sources = torch.zeros(num_rows, dtype=torch.int64, device=device).scatter_(0, row, token_rank)
     groups = torch.searchsorted(ends.to(torch.int64), torch.arange(num_rows, device=device), right=True)
     sets = groups * num_ranks + sources  # rows of one group from one rank
@@ -86,8 +87,9 @@ def _round_routes(
     by_group: bool,
     outward: bool,
     number: int,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    row, owner, token, token_rank = sides(places, ends, num_ranks, num_tokens, by_group=by_group)
+    row, owner, token, token_rank = sides(places, ends, num_ranks, num_tokens, by_group=by_group, rows=rows)
     before = _before(rounds, number)
     first_row = before.index_select(0, first_rows(ends, num_ranks).index_select(0, rank))
     is_there = rounds.index_select(0, row) == number
@@ -105,7 +107,7 @@ def _round_routes(
     return send, slots[:num_rows]
 
 
-def _empty_routes(places: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+def _empty_routes(places: Tensor, *args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
     num_ranks, capacity, _, num_rows = args[3:7]
     return places.new_empty(num_ranks * capacity, dtype=torch.int64), places.new_empty(num_rows, dtype=torch.int64)
 
@@ -120,8 +122,9 @@ def _round_shares(
     num_rows: int,
     num_rounds: int,
     by_group: bool,
+    rows: Tensor | None = None,
 ) -> Tensor:
-    row, owner, _, token_rank = sides(places, ends, num_ranks, num_tokens, by_group=by_group)
+    row, owner, _, token_rank = sides(places, ends, num_ranks, num_tokens, by_group=by_group, rows=rows)
     pairs = owner.clamp(max=num_ranks - 1) * num_ranks + token_rank
     counts = torch.zeros((num_rounds + 1) * num_ranks**2, dtype=torch.int64, device=places.device)
     is_owned = (owner < num_ranks).to(torch.int64)
@@ -180,8 +183,8 @@ def _add_home_rows(at_home: Tensor, places: Tensor, rank: Tensor, num_ranks: int
 
 row_rounds = own_operator(
     "row_rounds(Tensor places, Tensor ends, int num_ranks, int capacity, int num_tokens, int num_rows, int num_rounds, "
-    "bool by_group) -> Tensor",
-    lambda places, ends, num_ranks, capacity, num_tokens, num_rows, num_rounds, by_group: places.new_empty(
+    "bool by_group, *, Tensor? rows=None) -> Tensor",
+    lambda places, ends, num_ranks, capacity, num_tokens, num_rows, num_rounds, by_group, **_kwargs: places.new_empty(
         num_rows, dtype=torch.int64
     ),
     kernel=_row_rounds,
@@ -193,7 +196,7 @@ round_ends = own_operator(
 )
 round_routes = own_operator(
     "round_routes(Tensor places, Tensor ends, Tensor rounds, Tensor rank, int num_ranks, int capacity, int num_tokens, "
-    "int num_rows, bool by_group, bool outward, int number) -> (Tensor, Tensor)",
+    "int num_rows, bool by_group, bool outward, int number, *, Tensor? rows=None) -> (Tensor, Tensor)",
     _empty_routes,
     kernel=_round_routes,
 )
@@ -204,8 +207,8 @@ round_own_rows = own_operator(f"round_own_rows{_OF_ROUND}", _as_many_rows, kerne
 round_whole_rows = own_operator(f"round_whole_rows{_OF_ROUND}", _as_many_rows, kernel=_round_whole_rows)
 round_shares = own_operator(
     "round_shares(Tensor places, Tensor ends, Tensor rounds, int num_ranks, int capacity, int num_tokens, "
-    "int num_rows, int num_rounds, bool by_group) -> Tensor",
-    lambda places, *_args: places.new_empty(2, dtype=torch.float32),
+    "int num_rows, int num_rounds, bool by_group, *, Tensor? rows=None) -> Tensor",
+    lambda places, *_args, **_kwargs: places.new_empty(2, dtype=torch.float32),
     kernel=_round_shares,
 )
 land_more = own_operator(

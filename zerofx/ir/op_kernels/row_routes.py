@@ -3,6 +3,7 @@
 Each of N moves takes a row of one tensor to a row of another. One of the two lies in groups of rows, of which each rank
 has some (``zerofx/ir/op_kernels/own_rows.py``), the other in equal parts: tokens. A move's number is its row in groups
 where ``by_group``, else its token, and ``places`` has the other. It goes from tokens to groups where ``outward``.
+Where groups are dealt (``row_copies.py``), ``rows`` has the place of each row in them; moves keep their numbers.
 
     send, land = row_routes(places, ends, rank, 2, capacity, ...)
     packed = pack_rows(tokens, send, 2)        # for each rank, the rows that it is sent, and zeros: [2, capacity, ...]
@@ -38,11 +39,12 @@ def first_rows(ends: Tensor, num_ranks: int) -> Tensor:
 
 
 def sides(
-    places: Tensor, ends: Tensor, num_ranks: int, num_tokens: int, *, by_group: bool
+    places: Tensor, ends: Tensor, num_ranks: int, num_tokens: int, *, by_group: bool, rows: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """For each move its row in groups, the rank that has it, its token, and that token's rank."""
     numbers = torch.arange(places.shape[0], device=places.device)
     row, token = (numbers, places) if by_group else (places, numbers)
+    row = row if rows is None else rows.index_select(0, row)
     owner = torch.searchsorted(last_rows(ends, num_ranks), row, right=True)
     return row, owner, token, token.div(num_tokens // num_ranks, rounding_mode="floor")
 
@@ -79,8 +81,9 @@ def _row_routes(
     num_rows: int,
     by_group: bool,
     outward: bool,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    row, owner, token, token_rank = sides(places, ends, num_ranks, num_tokens, by_group=by_group)
+    row, owner, token, token_rank = sides(places, ends, num_ranks, num_tokens, by_group=by_group, rows=rows)
     first_row = first_rows(ends, num_ranks).index_select(0, rank)
     own_row, own_token = row - first_row, token - rank * (num_tokens // num_ranks)
     source, target = (token_rank, owner) if outward else (owner, token_rank)
@@ -88,11 +91,10 @@ def _row_routes(
     send, received, is_received = find_routes(begin, source, target, rank, num_ranks, capacity)
     if by_group != outward:  # moves are numbered by where they begin: results are sums of them
         return send, end.index_select(0, received).masked_fill_(~is_received, -1)
-    num_moves = places.shape[0]
-    slots = torch.zeros(num_moves + 1, dtype=torch.int64, device=places.device)
-    slots[received.where(is_received, num_moves)] = torch.arange(num_ranks * capacity, device=places.device)
-    first = first_row if outward else rank * (num_moves // num_ranks)
-    return send, slots.index_select(0, (first + torch.arange(num_rows, device=places.device)).clamp_(max=num_moves))
+    slots = torch.zeros(num_rows + 1, dtype=torch.int64, device=places.device)
+    ends_at = end.index_select(0, received).clamp(max=num_rows)
+    slots[ends_at.where(is_received, num_rows)] = torch.arange(num_ranks * capacity, device=places.device)
+    return send, slots[:num_rows]
 
 
 def _empty_routes(
@@ -105,6 +107,7 @@ def _empty_routes(
     num_rows: int,
     by_group: bool,
     outward: bool,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     sums = by_group != outward
     return tuple(
@@ -113,10 +116,34 @@ def _empty_routes(
     )  # type: ignore[return-value]  # two
 
 
-def _row_shares(
-    places: Tensor, ends: Tensor, num_ranks: int, capacity: int, num_tokens: int, num_rows: int, by_group: bool
+def _sum_order(
+    places: Tensor,
+    ends: Tensor,
+    rank: Tensor,
+    num_ranks: int,
+    capacity: int,
+    num_tokens: int,
+    by_group: bool,
+    outward: bool,
+    rows: Tensor,
 ) -> Tensor:
-    _, owner, _, token_rank = sides(places, ends, num_ranks, num_tokens, by_group=by_group)
+    _, owner, _, token_rank = sides(places, ends, num_ranks, num_tokens, by_group=by_group, rows=rows)
+    source, target = (token_rank, owner) if outward else (owner, token_rank)
+    received, is_received = moves_by_rank(source.where(target == rank, num_ranks), num_ranks, capacity)
+    return received.masked_fill_(~is_received, places.shape[0]).argsort(stable=True)
+
+
+def _row_shares(
+    places: Tensor,
+    ends: Tensor,
+    num_ranks: int,
+    capacity: int,
+    num_tokens: int,
+    num_rows: int,
+    by_group: bool,
+    rows: Tensor | None = None,
+) -> Tensor:
+    _, owner, _, token_rank = sides(places, ends, num_ranks, num_tokens, by_group=by_group, rows=rows)
     counts = torch.zeros(num_ranks * (num_ranks + 1), dtype=torch.int64, device=places.device)
     counts.scatter_add_(0, owner * num_ranks + token_rank, torch.ones_like(owner))
     most = counts[: num_ranks * num_ranks].max()
@@ -151,15 +178,23 @@ def _add_rows(received: Tensor, land: Tensor, num_rows: int) -> Tensor:
     return sums.index_put_((inside.clamp(min=0),), received.flatten(0, 1), accumulate=True)
 
 
-def _two_numbers(first: Tensor, *_args: object) -> Tensor:
+def _two_numbers(first: Tensor, *_args: object, **_kwargs: object) -> Tensor:
     return first.new_empty(2, dtype=torch.float32)
 
 
 row_routes = own_operator(
     "row_routes(Tensor places, Tensor ends, Tensor rank, int num_ranks, int capacity, int num_tokens, int num_rows, "
-    "bool by_group, bool outward) -> (Tensor, Tensor)",
+    "bool by_group, bool outward, *, Tensor? rows=None) -> (Tensor, Tensor)",
     _empty_routes,
     kernel=_row_routes,
+)
+sum_order = own_operator(
+    "sum_order(Tensor places, Tensor ends, Tensor rank, int num_ranks, int capacity, int num_tokens, bool by_group, "
+    "bool outward, *, Tensor rows) -> Tensor",
+    lambda places, ends, rank, num_ranks, capacity, *_args, rows: places.new_empty(
+        num_ranks * capacity, dtype=torch.int64
+    ),
+    kernel=_sum_order,
 )
 pack_rows = own_operator(
     "pack_rows(Tensor rows, Tensor send, int num_ranks) -> Tensor",
@@ -177,8 +212,8 @@ add_rows = own_operator(
     kernel=_add_rows,
 )
 row_shares = own_operator(
-    "row_shares(Tensor places, Tensor ends, int num_ranks, int capacity, int num_tokens, int num_rows, bool by_group) "
-    "-> Tensor",
+    "row_shares(Tensor places, Tensor ends, int num_ranks, int capacity, int num_tokens, int num_rows, bool by_group, "
+    "*, Tensor? rows=None) -> Tensor",
     _two_numbers,
     kernel=_row_shares,
 )
@@ -190,3 +225,8 @@ group_shares = own_operator(
 def most_shares(shares: Iterable[Tensor]) -> float:
     """The largest of several counts of rows, in equal shares. The host waits for them."""
     return max(each[0].item() for each in shares)
+
+
+def most_undealt(shares: Iterable[Tensor]) -> float:
+    """The same of rows that are dealt, if they were not; 0 of others. The host waits for them."""
+    return max((each[2].item() for each in shares if len(each) > 2), default=0.0)

@@ -27,7 +27,7 @@ _ENDS = 2  # the argument that says where groups end
 
 def _patterns(node: fx.Node) -> list[Pattern]:
     """The ways to share a call: by each dimension that is not in groups, by groups, and by terms."""
-    inputs, outputs = _letters(node)
+    inputs, outputs = letters_of(node)
     if len(inputs) != len(read_tensors(node)) or len(outputs) != len(results_of(node)):
         return []
     ends = argument(node, _ENDS, "offs")
@@ -67,11 +67,11 @@ def group_placements(node: fx.Node, ends: str) -> tuple[tuple[Lies, ...], tuple[
             return Ragged(names.index("s"), ends)
         return names.index("e") if names else None
 
-    inputs, outputs = _letters(node)
+    inputs, outputs = letters_of(node)
     return tuple(map(lies, outputs)), tuple(map(lies, inputs))
 
 
-def _letters(node: fx.Node) -> tuple[list[str], list[str]]:
+def letters_of(node: fx.Node) -> tuple[list[str], list[str]]:
     """The dimensions of a call's tensor arguments and results as letters; the ends of the groups have no letters."""
     name = base_name(node.target)  # type: ignore[arg-type]  # an operator
     tensors = read_tensors(node)

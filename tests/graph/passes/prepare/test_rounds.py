@@ -23,7 +23,9 @@ from zerofx.scheduler.plan.decisions import ShardingDecision
 from zerofx.scheduler.plan.placements import LOSS_OF_OVERFLOW, REPLICATED, placement_of
 
 
-def _decisions(step: StepGraph, num_ranks: int, capacity: float, num_rounds: int) -> tuple[ShardingDecision, ...]:
+def decisions_that_send(
+    step: StepGraph, num_ranks: int, capacity: float, num_rounds: int
+) -> tuple[ShardingDecision, ...]:
     ways, decisions = sharding_ways(step, num_ranks, capacity=capacity), list[ShardingDecision]()
     for node, rules in ways.rules.items():
         for rule in [rule for rule in rules if rule.is_bounded][:1]:
@@ -41,7 +43,7 @@ def _decisions(step: StepGraph, num_ranks: int, capacity: float, num_rounds: int
 def test_rows_are_sent_in_rounds(num_ranks: int, capacity: float, num_rounds: int, divides_experts: bool) -> None:
     """To the bit in bf16 where each expert's rows are in one round; its gradient is rounded once more in others."""
     model, batch, step = captured("mixtral", torch.bfloat16)
-    decisions = _decisions(step, num_ranks, capacity, num_rounds)
+    decisions = decisions_that_send(step, num_ranks, capacity, num_rounds)
     feeds, placements = feeds_of(step, model, batch), {d.node: placement_of(d.outputs[0] or "R") for d in decisions}
     (whole,) = run(step.graph, [feeds])
     partition(step, decisions, num_ranks)
@@ -66,7 +68,7 @@ def test_rows_are_sent_in_rounds(num_ranks: int, capacity: float, num_rounds: in
 
 def test_the_loss_says_where_there_are_too_few_rounds() -> None:
     model, batch, step = captured("mixtral", torch.bfloat16)
-    decisions = _decisions(step, 2, 0.5, 2)
+    decisions = decisions_that_send(step, 2, 0.5, 2)
     feeds, placements = feeds_of(step, model, batch), {d.node: placement_of(d.outputs[0] or "R") for d in decisions}
     partition(step, decisions, 2)
     Rounds(decisions).run(step)
@@ -77,7 +79,7 @@ def test_the_loss_says_where_there_are_too_few_rounds() -> None:
 
 def test_sums_over_rows_that_do_not_add_up_are_refused() -> None:
     _, _, step = captured("mixtral", torch.bfloat16)
-    decisions = _decisions(step, 2, 1.25, 2)
+    decisions = decisions_that_send(step, 2, 1.25, 2)
     partition(step, decisions, 2)
     product = next(node for node in step.calls() if "grouped_mm" in str(node.target))
     with step.graph.inserting_after(product):
