@@ -116,12 +116,10 @@ class TakenOver:
 
     def _tell_stages(self, control: Control) -> None:
         """Have all stages know which of them has each parameter, and the layers of all, in order. Collective."""
-        mesh, sources = self.layout.mesh, [slot.source for bucket in self.layout.buckets for slot in bucket.slots]
-        own = list(reversed(dict.fromkeys(reversed(sources))))  # of one in slices the last one completes it
-        layers = [*zip(self._shared.buckets, self.layers, strict=True)]
+        own, layers = self.state.own_parameters(), [*zip(self._shared.buckets, self.layers, strict=True)]
         of_ranks = control.gather((own, layers), "find the parameters of stages")
-        stages = [of_ranks[rank] for rank in mesh.first_of_stages]
-        self.state.homes = {name: stage for stage, (names, _) in enumerate(stages) for name in names}
+        stages = [of_ranks[rank] for rank in self.layout.mesh.first_of_stages]
+        self.state.tell_stages([buckets for buckets, _ in stages])
         self.layers = tuple(layer for _, layer in sorted(itertools.chain.from_iterable(each for _, each in stages)))
 
     def watch_parameters(self) -> None:

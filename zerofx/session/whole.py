@@ -121,7 +121,7 @@ class Whole(Checkpointed):
         Before the first step this is the model as it is.
 
         Raises:
-            UsageError: there is no such tier, or no folder for it, or the mesh has an axis ``pipe``.
+            UsageError: there is no such tier, or no folder for it.
             TierError: it has no room for the states (``host_budget``); nothing has been changed.
         """
         if tier not in get_args(SlowerTier):
@@ -131,11 +131,6 @@ class Whole(Checkpointed):
             with self.full_parameters() as model:
                 yield model
             return
-        if taken.layout.mesh.pipe > 1:
-            raise UsageError(
-                f"expected to generate within the budget where each rank has all layers, found the mesh "
-                f"{taken.layout.mesh}, on whose axis 'pipe' ranks have stages: use full_parameters()"
-            )
         self._require_model("generate", reads=True)
         self.finish_saving()
         self._graphs.clear()  # which have the addresses of states

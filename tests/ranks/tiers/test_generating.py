@@ -50,8 +50,9 @@ class Net(nn.Module):
         return tokens
 
 
-def _batch(number: int) -> Tensor:
-    return torch.randint(TOKENS, (4, 6), generator=torch.Generator().manual_seed(10 * number + world()[0]))
+def _batch(number: int, num_stages: int = 1) -> Tensor:
+    seed = 10 * number + world()[0] % max(world()[1] // num_stages, 1)
+    return torch.randint(TOKENS, (4, 6), generator=torch.Generator().manual_seed(seed))
 
 
 def _step(**options: Any) -> Step:
@@ -66,7 +67,8 @@ def _trained(options: dict[str, Any], tier: Any, by_bucket: bool) -> tuple[list[
     is None."""
     step, results = _step(**options), list[Any]()
     for number in range(3):
-        results.append(float(step(_batch(number))))
+        batch = _batch(number, options.get("mesh", {}).get("pipe", 1))
+        results.append(float(step(batch)))
         before = step.tiers()
         with step.full_parameters() if tier is None else step.generating(tier) as model:
             assert isinstance(model, Net)
@@ -76,8 +78,8 @@ def _trained(options: dict[str, Any], tier: Any, by_bucket: bool) -> tuple[list[
                 if step.options.offload == "none":  # states are as large as parameters, twice
                     assert now["device"] < 0.6 * before["device"] and now[tier] > 0.4 * before["device"]
                 with pytest.raises(UsageError, match="outside full_parameters"):
-                    step(_batch(number))
-            results.append(model.generate(_batch(number)[:1]).tolist())
+                    step(batch)
+            results.append(model.generate(batch[:1]).tolist())
             if by_bucket:
                 with pytest.raises(ShardedParametersError):
                     model.norm.weight.sum()
@@ -93,6 +95,18 @@ CASES: list[tuple[str, bool, dict[str, Any]]] = [
     ("host", False, {"stage": 2, "average": EMA(0.9), "offload": "none"}),
     ("host", True, {"stage": 3, "offload": "host", "memory_budget": 36_000}),
 ]
+
+IN_STAGES: list[tuple[bool, dict[str, Any]]] = [
+    (False, {"stage": 0, "offload": "none"}),
+    (True, {"offload": "host", "memory_budget": 45_000}),
+]
+
+
+def _in_stages(mesh: dict[str, int], tier: Any) -> list[Any]:
+    return [
+        _trained(options | {"mesh": mesh} if "pipe" in mesh else {"mesh": mesh}, tier, "pipe" in mesh and by_bucket)
+        for by_bucket, options in IN_STAGES
+    ]
 
 
 def _wrong(drive: str) -> list[str]:
@@ -110,6 +124,20 @@ def _wrong(drive: str) -> list[str]:
 def test_training_is_the_same_and_tokens_are_those_of_the_whole_model(num_ranks: int, drive: Path) -> None:
     wrong = run_ranks(_wrong, num_ranks, str(drive)) if num_ranks > 1 else [_wrong(str(drive))]
     assert wrong == [[]] * num_ranks
+
+
+@pytest.mark.parametrize(
+    "mesh", [{"pipe": 2}, pytest.param({"pipe": 2, "shard": 2}, marks=pytest.mark.slow)], ids=["2", "2 x 2"]
+)
+def test_stages_generate_the_tokens_that_ranks_without_stages_do(mesh: dict[str, int]) -> None:
+    """Also tied: what reads a matrix of the first stage in the last is given it."""
+    shard = mesh.get("shard", 1)
+    alone = {"shard": shard}
+    expected = [_in_stages(alone, None)] if shard == 1 else run_ranks(_in_stages, shard, alone, None)
+    for rank, outcomes in enumerate(run_ranks(_in_stages, 2 * shard, mesh, "host")):
+        for (results, whole), (plain, parameters) in zip(outcomes, expected[rank % shard], strict=True):
+            assert results == plain
+            assert whole.keys() == parameters.keys() and all(torch.equal(whole[n], parameters[n]) for n in whole)
 
 
 def test_what_fails_leaves_all_as_it_was() -> None:

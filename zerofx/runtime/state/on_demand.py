@@ -13,14 +13,16 @@ from torch import nn
 from zerofx.runtime.state.state import TrainingState
 from zerofx.torch_private.modules import parameter_table
 
+_Key = tuple[int, int]  # the number of a stage, and of a bucket there
+
 
 @contextmanager
 def gather_on_demand(state: TrainingState) -> Iterator[None]:
     """While open, parameters have values in calls of the modules that they are registered in.
 
     Those of a bucket stay until another is gathered: at most what modules that call one another read is there, and one
-    bucket besides. Ranks make the same calls in the same order, as each gathers. What reads a parameter without a call
-    of its module is refused (``held.py``).
+    bucket besides. What other stages have, these send. Ranks make the same calls in the same order, as each gathers.
+    What reads a parameter without a call of its module is refused (``held.py``).
     """
     on_demand = _OnDemand(state)
     with ExitStack() as stack:
@@ -36,42 +38,47 @@ def gather_on_demand(state: TrainingState) -> Iterator[None]:
 
 
 class _OnDemand:
-    """The buckets that are there now, and how many calls in progress read each."""
+    """The buckets that are there now, each by its stage and number, and how many calls in progress read each."""
 
     def __init__(self, state: TrainingState) -> None:
         self._state = state
-        self._there: dict[int, None] = {}
-        self._readers = Counter[int]()
-        self._of_parameter: dict[int, list[int]] = {}
+        self._there: dict[_Key, None] = {}
+        self._readers = Counter[_Key]()
+        self._of_parameter: dict[int, list[_Key]] = {}
+        here = state.number_along("pipe")
         for bucket, _, slot in state.slots():
-            self._of_parameter.setdefault(id(state.parameter(slot.source)), []).append(bucket.index)
+            self._of_parameter.setdefault(id(state.parameter(slot.source)), []).append((here, bucket.index))
+        for stage, buckets in enumerate(state.of_stages):
+            for index, names in enumerate(buckets if stage != here else ()):
+                for name in names:
+                    self._of_parameter[id(state.parameter(name))] = [(stage, index)]
 
-    def buckets_of(self, module: nn.Module) -> list[int]:
+    def buckets_of(self, module: nn.Module) -> list[_Key]:
         """The buckets in which a module's own parameters lie, in their order."""
         own = (self._of_parameter.get(id(parameter), []) for parameter in parameter_table(module).values())
-        return sorted({index for indices in own for index in indices})
+        return sorted({key for keys in own for key in keys})
 
-    def enter(self, buckets: list[int]) -> Any:
+    def enter(self, buckets: list[_Key]) -> Any:
         """A hook in front of a call."""
 
         def hook(*_: Any) -> None:
             self._readers.update(buckets)
-            missing = [index for index in buckets if index not in self._there]
+            missing = [key for key in buckets if key not in self._there]
             if missing:
                 self.release()
             with torch.no_grad():
-                for index in missing:
-                    self._state.show_bucket(self._state.layout.buckets[index])
-                    self._there[index] = None
+                for key in missing:
+                    self._state.show_bucket_of(*key)
+                    self._there[key] = None
 
         return hook
 
-    def leave(self, buckets: list[int]) -> Any:
+    def leave(self, buckets: list[_Key]) -> Any:
         """A hook after a call, also of one that raises."""
         return lambda *_: self._readers.subtract(buckets)
 
     def release(self) -> None:
         """Let go of the buckets that no call in progress reads."""
-        for index in [index for index in self._there if not self._readers[index]]:
-            del self._there[index]
-            self._state.hide_bucket(self._state.layout.buckets[index])
+        for key in [key for key in self._there if not self._readers[key]]:
+            del self._there[key]
+            self._state.hide_bucket_of(*key)

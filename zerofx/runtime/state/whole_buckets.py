@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -45,8 +46,23 @@ class WholeBuckets:
         own = {slot.source for bucket in layout.buckets for slot in bucket.slots}
         self.elsewhere = tuple(name for name in self._tensors if name not in own) if layout.mesh.pipe > 1 else ()
         self._strides = {id(self._tensors[name]): self._tensors[name].stride() for name in self.elsewhere}
-        # The stage of each parameter, where there are several, in the order of ``iterate``.
+        # The parameters of each bucket of each stage, where there are several; of those in slices the last slice's.
+        self.of_stages: Sequence[Sequence[Sequence[str]]] = ()
+        # The stage of each parameter, in the order of ``iterate``.
         self.homes: Mapping[str, int] = {}
+
+    def tell_stages(self, of_stages: Sequence[Sequence[Sequence[str]]]) -> None:
+        """Take over which stage has which parameters; ``of_stages`` as ``own_parameters`` of each."""
+        self.of_stages = of_stages
+        self.homes = {name: number for number, buckets in enumerate(of_stages) for names in buckets for name in names}
+
+    def own_parameters(self) -> list[list[str]]:
+        """The parameters of each bucket of this rank's stage; those in slices are with their last slice."""
+        last = {slot.source: bucket.index for bucket in self.layout.buckets for slot in bucket.slots}
+        return [
+            list(dict.fromkeys(slot.source for slot in bucket.slots if last[slot.source] == bucket.index))
+            for bucket in self.layout.buckets
+        ]
 
     @property
     def is_sharded(self) -> bool:
@@ -99,7 +115,8 @@ class WholeBuckets:
         """Give the model its whole parameters, gathered from all ranks, in their own dtype."""
         for bucket in self.layout.buckets:
             self.show_bucket(bucket)
-        self._show_stages()
+        for stage, buckets in enumerate(self.of_stages):
+            self._show_from(stage, itertools.chain.from_iterable(buckets))
 
     def show_bucket(self, bucket: Bucket) -> None:
         """Give the model the whole parameters that lie in a bucket; those in slices slice by slice. Collective."""
@@ -117,13 +134,29 @@ class WholeBuckets:
                 tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
             slot.box(tensor.data).copy_(slot.view(whole))
 
+    def show_bucket_of(self, stage: int, index: int) -> None:
+        """``show_bucket`` of a bucket of any stage. Collective."""
+        if stage == self.number_along("pipe"):
+            self.show_bucket(self.layout.buckets[index])
+        if self.of_stages:
+            self._show_from(stage, self.of_stages[stage][index])
+
+    def hide_bucket_of(self, stage: int, index: int) -> None:
+        """``hide_bucket`` of a bucket of any stage."""
+        if stage == self.number_along("pipe"):
+            self.hide_bucket(self.layout.buckets[index])
+            return
+        for name in self.of_stages[stage][index]:
+            hide(self._tensors[name], self._shapes[name], self.device)
+
     def whole_bytes(self) -> int:
         """The bytes that ``show_parameters`` takes."""
-        return sum(bucket.numel * bucket.dtype.itemsize for bucket in self.layout.buckets)
+        of_others = sum(self._shapes[name].numel() * self._tensors[name].dtype.itemsize for name in self.elsewhere)
+        return sum(bucket.numel * bucket.dtype.itemsize for bucket in self.layout.buckets) + of_others
 
-    def _show_stages(self) -> None:
-        """Give the model the parameters of other stages, from the ranks in this one's place there. Collective."""
-        for name, stage in self.homes.items():
+    def _show_from(self, stage: int, names: Iterable[str]) -> None:
+        """Give the model parameters that one stage shows, from the ranks in this one's place there. Collective."""
+        for name in names:
             tensor = self._tensors[name]
             if stage != self.number_along("pipe"):
                 tensor.data = torch.empty(self._shapes[name], dtype=tensor.dtype, device=self.device)
