@@ -106,22 +106,23 @@ class Captures:
         staged.pipe, staged._uncut, staged._of_rank, staged._unrolled = pipe, self, {}, {}
         return staged
 
-    def number_buckets(self, buckets: tuple[int, ...], num_buckets: int) -> Captures:
-        """The same stage, whose trained buckets are these of the ``num_buckets`` of all stages."""
-        numbered = copy.copy(self)
-
-        def number(pipe: PipeStage | None) -> PipeStage:
-            assert pipe is not None, "a stage has buckets of its own"
-            return replace(pipe, buckets=buckets, num_buckets=num_buckets)
-
-        numbered.pipe, numbered._unrolled = number(self.pipe), {}
-        numbered._of_rank = {num: replace(step, pipe=number(step.pipe)) for num, step in self._of_rank.items()}
-        return numbered
-
     def delay_weights(self, lag: int | None) -> Captures:
         """The same stage with weight gradients so many turns after the rest of backward; None: with it."""
         assert self.pipe is not None and self._uncut is not None, "stages take turns"
         return self if lag == self.pipe.weights_lag else self._uncut.stage_captures(replace(self.pipe, weights_lag=lag))
+
+    def number_buckets(self, chunks: Sequence[Sequence[int]]) -> Captures:
+        """The same stage with the numbers of its trained buckets among all: those of a chunk are of one stage, in
+        order. ``chunks``: of each stage's buckets."""
+        assert self.pipe is not None, "of a stage"
+        pipe = self.pipe.number_buckets(chunks)
+        if pipe == self.pipe:
+            return self
+        numbered = copy.copy(self)
+        numbered.pipe = pipe
+        numbered._of_rank = {num: _number(step, pipe) for num, step in self._of_rank.items()}
+        numbered._unrolled = {key: _number(step, pipe) for key, step in self._unrolled.items()}
+        return numbered
 
     def reorder(self, overlaps: tuple[MovedNodes, ...]) -> Captures:
         """The same step of one rank in another order.
@@ -282,6 +283,11 @@ class Captures:
     def _say(self, text: str) -> None:
         if self._writes:
             sys.stderr.write(f"{text}\n")
+
+
+def _number(step: StepGraph, pipe: PipeStage) -> StepGraph:
+    assert step.pipe is not None, "of a stage"
+    return replace(step, pipe=replace(step.pipe, buckets=pipe.buckets, num_buckets=pipe.num_buckets))
 
 
 def _candidates(batch: Batch, options: CompileOptions) -> tuple[int, ...]:

@@ -33,7 +33,14 @@ from zerofx.driver.shardings import (
     share_computation,
 )
 from zerofx.driver.stage_order import PlannedStage, StageOrder, choose_order
-from zerofx.driver.stages import CutStep, choose_worst, cut_into_stages, name_stage, reason_against_stages
+from zerofx.driver.stages import (
+    CutStep,
+    choose_worst,
+    chunks_of_buckets,
+    cut_into_stages,
+    name_stage,
+    reason_against_stages,
+)
 from zerofx.errors import (
     InternalError,
     InvalidGraphError,
@@ -59,6 +66,7 @@ from zerofx.runtime.comm.control import Control
 from zerofx.runtime.comm.stages import agree_in_stages, share_in_stages
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.stages import chunks_in_order, predict_stage, simulate_stages, stage_seconds
+from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.planner import make_plan
 from zerofx.scheduler.search.problem import BudgetMissedError, Problem, first_that_fits
@@ -137,7 +145,7 @@ def _build(request: Request, earlier: Earlier | None, control: Control) -> Built
     if request.mesh.pipe > 1 and request.mesh.model > 1:
         placements = dict(ChainMap(*control.gather(placements, "share how parameters lie")))
     shared = record_shardings(request, captures, compiled.plan, placements)
-    if (pipe := own.captures.pipe) is not None:
+    if (pipe := prepared.captures.pipe) is not None:
         shared = replace(shared, cuts=own.cuts, buckets=pipe.buckets, by_chunk=pipe.by_chunk)
     return Built(compiled, layout, prepared.binding, programs, shared)
 
@@ -238,6 +246,7 @@ def prepare_together(request: Request, control: Control) -> Prepared:
 
 def _prepare(request: Request, one_rank: Captures, earlier: Earlier | None, control: Control) -> Prepared:
     prepared = control.attempt("capture a step", lambda: prepare(request, one_rank, earlier))
+    prepared = prepared if earlier is None else _number_buckets(prepared, control)  # which may be in slices
     prepared.agree(control)
     return prepared
 
@@ -399,8 +408,9 @@ def _agree_on_plan(
 
     mesh = prepared.request.mesh
     plan = Plan.from_json(share_in_stages(control, mesh, "share the plan", plan_to_share, choose_worst))
-    if prepared.may_be_sliced and not prepared.is_for(plan):
+    if prepared.may_be_sliced and _is_anywhere(not prepared.is_for(plan), mesh, control):
         prepared = control.attempt("prepare slices of parameters", lambda: prepared.adapt_to(plan))
+        prepared = _number_buckets(prepared, control)
         prepared.agree(control)
     captured = prepared.captured
     if (plan.num_micro_batches, plan.by_layer) != (captured.num_micro_batches, captured.by_layer):
@@ -412,6 +422,22 @@ def _agree_on_plan(
         "This is a defect of zerofx: a plan changed on its way between ranks.",
     )  # fmt: skip
     return prepared, captured, plan
+
+
+def _is_anywhere(is_here: bool, mesh: Mesh, control: Control) -> bool:
+    """True if something is so on any rank; it is alike on all of a stage. Collective in stages."""
+    return is_here if mesh.pipe == 1 else any(control.gather(is_here, "share the plan"))
+
+
+def _number_buckets(prepared: Prepared, control: Control) -> Prepared:
+    """The same with the numbers of a stage's buckets among those that all stages have now. Collective in stages."""
+    captures, mesh = prepared.captures, prepared.request.mesh
+    if captures.pipe is None or not prepared.captured.gradients:
+        return prepared
+    own = chunks_of_buckets(captures.rank_graph(captures.candidates[0]), prepared.layout)
+    of_ranks = control.gather(own, "number the buckets of stages")
+    chunks = [of_ranks[rank] for rank in mesh.first_of_stages]
+    return replace(prepared, captures=captures.number_buckets(chunks))
 
 
 def _warn_of_exact_updates(plan: Plan, options: CompileOptions) -> None:

@@ -161,17 +161,14 @@ def cut_into_stages(
     groups = group_of_parameters(request.model, request.optimizers, step.parameters, set(step.gradients))
     histories = histories_of(request.model, request.optimizers)
     layouts = [layout_of(graph, groups, request.mesh, histories=histories) for graph in graphs]
-    chunks = [_chunks_of_buckets(graph, layout) for graph, layout in zip(graphs, layouts, strict=True)]
+    chunks = [chunks_of_buckets(graph, layout) for graph, layout in zip(graphs, layouts, strict=True)]
     for number, own in enumerate(chunks):
         if not own:
             raise UsageError(
                 f"expected parameters to train in each of {num_stages} stages, found none in number {number}: give "
                 f"fewer ranks on the axis 'pipe'"
             )
-    # Those of a chunk are of one stage, in order.
-    order = sorted((chunk, stage, place) for stage, own in enumerate(chunks) for place, chunk in enumerate(own))
-    buckets = [tuple(number for number, (_, owner, _) in enumerate(order) if owner == pipe.number) for pipe in pipes]
-    numbered = [staged.number_buckets(own, len(order)) for staged, own in zip(stages, buckets, strict=True)]
+    numbered = [staged.number_buckets(chunks) for staged in stages]
     return CutStep(tuple(numbered), cuts, by_turns, splits, is_open, by_chunk)
 
 
@@ -191,8 +188,9 @@ def _check_messages_of_chunks(
         ) from None
 
 
-def _chunks_of_buckets(graph: StepGraph, layout: BucketLayout) -> list[int]:
-    """The chunk of each trained bucket of a stage: that of the first node that reads a parameter of it."""
+def chunks_of_buckets(graph: StepGraph, layout: BucketLayout) -> list[int]:
+    """The chunk of each trained bucket of a stage: that of the first node that reads a parameter of it. ``graph``: of
+    one micro-batch, with whole parameters."""
     first = dict[str, int]()
     for node in graph.calls():
         chunk = chunk_of(node)
@@ -203,7 +201,7 @@ def _chunks_of_buckets(graph: StepGraph, layout: BucketLayout) -> list[int]:
     pipe = graph.pipe
     assert pipe is not None, "a step in stages"
     return [
-        min((first[slot.name] for slot in bucket.slots if slot.name in first), default=pipe.number)
+        min((first[name] for slot in bucket.slots if (name := slot.whole or slot.name) in first), default=pipe.number)
         for bucket in layout.buckets
         if bucket.trainable
     ]

@@ -105,6 +105,12 @@ class PipeStage:
         """The numbers of its chunks, in order."""
         return range(self.number, len(self.cuts) + 1, self.num_stages)
 
+    def number_buckets(self, chunks: Sequence[Sequence[int]]) -> PipeStage:
+        """The same where the trained buckets of each stage are of these ``chunks``, of which each is of one stage."""
+        order = sorted((chunk, stage, place) for stage, own in enumerate(chunks) for place, chunk in enumerate(own))
+        buckets = tuple(number for number, (_, owner, _) in enumerate(order) if owner == self.number)
+        return replace(self, buckets=buckets, num_buckets=len(order))
+
 
 @dataclass
 class StepGraph:

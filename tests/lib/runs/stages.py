@@ -114,6 +114,21 @@ class Telling(nn.Module):
         return {"loss": x.square().sum(), "hidden": hidden, "part": hidden[2][:, :4], **norms}
 
 
+class Wide(nn.Module):
+    """Two products with far larger weights than values, and some small ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 512), nn.Linear(512, 8)
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.down(self.up(x).tanh())
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return x.square().sum()
+
+
 class Tagger(nn.Module):
     """The mean loss of the tokens that have a label."""
 
@@ -171,7 +186,7 @@ def _gpt2() -> nn.Module:
 
 MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "gpt": _gpt, "deep": partial(_gpt, 8), "dropout": Dropping, "u-net": UNet, "llama": _llama, "gpt2": _gpt2,
-    "norms": Norms, "telling": Telling, "tagger": Tagger, "matrices": Matrices,
+    "norms": Norms, "telling": Telling, "tagger": Tagger, "wide": Wide, "matrices": Matrices,
     "bert": partial(bert, 0.1), "t5": partial(t5, 0.1), "vit": partial(vit, 0.1), "mixtral": mixtral,
 }  # fmt: skip
 OPTIMIZERS: Mapping[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -217,8 +232,8 @@ def stage_batch(model: str, rows: int, generator: torch.Generator) -> Given:
         images = torch.randn(rows, 3, 8, 8, generator=generator)
         labels = torch.randint(5, (rows,), generator=generator)
         return ((images, labels), {}) if model == "norms" else ((), {"pixel_values": images, "labels": labels})
-    if model in ("telling", "matrices"):
-        return (torch.randn(rows, 8 if model == "telling" else 6, generator=generator),), {}
+    if model in ("telling", "wide", "matrices"):
+        return (torch.randn(rows, 6 if model == "matrices" else 8, generator=generator),), {}
     ids, labels = torch.randint(19, (2, rows, 16), generator=generator)
     if model == "tagger":
         length = 4 * int(torch.randint(1, 5, (), generator=generator))

@@ -162,6 +162,12 @@ def test_stages_in_rounds_have_the_bits_of_one_process(num_ranks: int, runs: lis
     check_runs(runs, num_ranks, [train_runs([run.on(None) for run in runs])])
 
 
+def test_slices_that_one_stage_needs_for_its_budget_have_the_bits_of_slices_by_name() -> None:
+    run = Run("wide", {"pipe": 2}, 2, (*CLIPPED, ("offload", "host"), ("memory_budget", 60_000), TURNS), steps=3)
+    sliced = replace(run.on(None), options=(*CLIPPED, ("tile", {"up.weight": 4, "down.weight": 4})))
+    check_runs([run], 2, [train_runs([sliced])])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", ["shard", "model"])
 def test_weight_gradients_and_chunks_in_stages_of_several_ranks(shared: str) -> None:
