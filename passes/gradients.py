@@ -31,7 +31,7 @@ from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.edit import consumers, end_of_unit, insert_call, node_named, start_of_unit
 from zerofx.ir.facts import DEVICE, Origin, Phase, set_tier
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.micro_batches import borders, hand_on
+from zerofx.ir.micro_batches import ends_of_backwards, hand_on
 from zerofx.scheduler.plan.decisions import Absence
 from zerofx.scheduler.plan.facts import TIERS
 from zerofx.scheduler.plan.plan import Plan
@@ -58,7 +58,7 @@ class Gradients:
         """Insert all copies of one bucket; returns what has its gradients in the end."""
         bucket = self.layout.buckets[decision.bucket]
         where = Origin(bucket.name, Phase.BACKWARD)
-        groups = _writes(buffer, step.num_bodies, len(bucket.slots))
+        groups, ends = _writes(buffer, step.num_bodies, len(bucket.slots)), ends_of_backwards(step)
         current = buffer
         for number, (free, reload) in enumerate(zip(decision.free_after, decision.reload_before, strict=True)):
             last, first = groups[number][-1], groups[number + 1][0]
@@ -81,7 +81,7 @@ class Gradients:
             for user in users:
                 user.replace_input_with(current, again)
             if step.has_loop:
-                hand_on(borders(step)[number], stored)
+                hand_on(ends[number], stored)
             current = again
         return current
 

@@ -60,7 +60,7 @@ from zerofx.ir.buckets import Bucket, BucketLayout, Slot
 from zerofx.ir.edit import consumers, end_of_unit, insert_call, node_named, skip_getitems, skip_releases, start_of_unit
 from zerofx.ir.facts import Job, Origin, Phase, Task, is_random, origin, set_task
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.micro_batches import borders
+from zerofx.ir.micro_batches import ends_of_backwards
 from zerofx.ir.streams import axes_argument
 from zerofx.passes.lib.reduced_gradients import divisors
 from zerofx.scheduler.analysis.saved_values import outputs_of, storage_size
@@ -81,7 +81,7 @@ class Reduce:
 
     def run(self, step: StepGraph, plan: Plan) -> None:
         order, shares = step.positions(), step.gradients_by_body
-        by_name, ends = step.nodes_by_name(), [*borders(step), step.output]
+        by_name, ends = step.nodes_by_name(), ends_of_backwards(step)
         tails = _Tails()
         decided = {decision.bucket: decision for decision in plan.reduces}
         buffers: dict[int, list[fx.Node]] = {}
@@ -109,10 +109,10 @@ class Reduce:
             if bucket.trainable
         }
 
-        def place(node_name: str | None, body: int = -1) -> fx.Node:
-            return (
-                end_of_unit(step, tails.skip_outputs(node_named(by_name, node_name))) if node_name else ends[body].prev
-            )
+        def place(node_name: str | None, body: int | None = None) -> fx.Node:
+            if node_name:
+                return end_of_unit(step, tails.skip_outputs(node_named(by_name, node_name)))
+            return (step.output if body is None else ends[body]).prev
 
         for decision in plan.reduces:
             bucket = self.layout.buckets[decision.bucket]

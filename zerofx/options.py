@@ -76,6 +76,8 @@ if TYPE_CHECKING:
 
 
 STOPPING = ("skip", "raise")  # what is done about a loss that is not finite which ends a step before its updates
+# Orders of micro-batches in which each gradient is whole once a step.
+_IS_ONCE: Final = one_of("layer", *get_args(OrderOfStages))
 _IN_GRAPH: Final = (
     "ranks",
     "plan",
@@ -207,13 +209,14 @@ class CompileOptions:
         not_for=("evaluation",),
     )
     """``"each"`` reduces the gradients of each micro-batch and adds up slices, ``"once"`` adds up whole ones, and
-    reduces those; ``"auto"`` is the first at stages 2 and 3, and with a budget what that has room for."""
+    reduces those; ``"auto"`` is the first at stages 2 and 3 without ``pipe``, and with a budget what that has room
+    for."""
 
     order: OrderOption = option(
         "auto",
         words(OrderOption),
-        Exclusion("reduce", "a layer's gradients are reduced once a step", one_of("layer"), one_of("each")),
-        Exclusion("offload", "no gradients wait for the next micro-batch", one_of("layer"), instances(Mapping)),
+        Exclusion("reduce", "a layer's gradients are reduced once a step", _IS_ONCE, one_of("each")),
+        Exclusion("offload", "no gradients wait for the next micro-batch", _IS_ONCE, instances(Mapping)),
         Exclusion("mesh", "it is an order of stages", one_of(*get_args(OrderOfStages)), has_no_stages),
         not_for=("sharing", "evaluation"),
     )
@@ -383,6 +386,16 @@ class CompileOptions:
         from zerofx.ir.op_kernels.quantise import BLOCK  # as above
 
         return 1 if self.wire == "exact" else BLOCK
+
+    @property
+    def parts_gradients(self) -> bool:
+        """True if gradients are asked to be reduced in each micro-batch, or to wait elsewhere for the next."""
+        return self.reduce == "each" or isinstance(self.offload, Mapping)
+
+    @property
+    def order_in_stages(self) -> OrderOption:
+        """The order that stages are asked for: by turns where gradients of one micro-batch go before the next's."""
+        return "micro-batch" if self.order == "auto" and self.parts_gradients else self.order
 
     @property
     def compiles_regions(self) -> bool:

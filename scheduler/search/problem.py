@@ -198,7 +198,7 @@ class Problem:
     def gradients(self) -> tuple[Absence, ...]:
         """The gradients that are asked to wait elsewhere between micro-batches."""
         tier = gradients_tier(self.options.offload, self.machine)
-        return gradients_asked(self.layout, self.step.num_backwards, tier)
+        return gradients_asked(self.layout, self._num_backwards, tier)
 
     def _buckets_keeping_gradients(self) -> tuple[str, ...]:
         """The buckets with parameters whose gradients are asked for by name."""
@@ -214,8 +214,14 @@ class Problem:
         if self.gradients():
             return {}
         options, searched = self.options, self.memory_budget is not None
-        num = self.step.num_backwards
+        num = self._num_backwards
         return buckets_reduced_each(self.layout, options.stage, num, options.reduce, searched=searched)
+
+    @property
+    def _num_backwards(self) -> int:
+        """The number of backwards between which gradients may go, in stages where that is asked for."""
+        asked = self.options.parts_gradients and self.step.takes_turns
+        return self.step.num_micro_batches if asked else self.step.num_backwards
 
     def delays(self) -> dict[Bucket, Level]:
         """Levels of states whose updates are asked to run next to the following step."""

@@ -19,6 +19,7 @@ from zerofx.disk.cache import DiskCache
 from zerofx.ir.batch import Batch
 from zerofx.ir.graph import PipeStage, StepGraph
 from zerofx.ir.parameters import Strides
+from zerofx.option_checks import has_stages
 from zerofx.options import STOPPING, CompileOptions
 from zerofx.passes.prepare.overlap import overlap
 from zerofx.passes.prepare.stages import end_forward
@@ -32,9 +33,9 @@ class Captures:
     """The step of one batch in any number of micro-batches, each captured when it is asked for first.
 
     ``candidates`` are the numbers that may be planned for, the least first: the divisors of the batch size where the
-    number is left to the plan and a memory budget gives it a reason to take more than one. ``strides`` and ``gpu`` as
-    for ``capture``, ``sizes`` as for ``capture_by_layer``. ``verbose``: whether this rank writes how it was captured,
-    where ``ZEROFX_DEBUG`` asks for passes.
+    number is left to the plan, and a memory budget, or stages, give it a reason to take more than one. ``strides`` and
+    ``gpu`` as for ``capture``, ``sizes`` as for ``capture_by_layer``. ``verbose``: whether this rank writes how it was
+    captured, where ``ZEROFX_DEBUG`` asks for passes.
     """
 
     def __init__(
@@ -64,6 +65,12 @@ class Captures:
         self.num_parts = 1
         self.pipe: PipeStage | None = None
         self._uncut: Captures | None = None  # of all stages, where this is one of them
+
+    def only(self, num_micro_batches: int) -> Captures:
+        """The same where only this number is planned for."""
+        chosen = copy.copy(self)
+        chosen.candidates = (num_micro_batches,)
+        return chosen
 
     def slice_parameters(self, slices: tuple[TileDecision, ...]) -> Captures:
         """The same step with parameters in slices.
@@ -295,7 +302,7 @@ def _candidates(batch: Batch, options: CompileOptions) -> tuple[int, ...]:
         return (options.plan.num_micro_batches,)
     if options.accumulate != "auto":
         return (options.accumulate,)
-    if options.memory_budget is None:
+    if options.memory_budget is None and not has_stages(options.mesh):
         return (1,)
     size = batch.size()
     return tuple(num for num in range(1, size + 1) if size % num == 0)

@@ -32,7 +32,7 @@ from zerofx.driver.shardings import (
     record_shardings,
     share_computation,
 )
-from zerofx.driver.stage_order import PlannedStage, StageOrder, choose_order
+from zerofx.driver.stage_order import PlannedStage, StageOrder, choose_number
 from zerofx.driver.stages import (
     CutStep,
     choose_worst,
@@ -166,9 +166,10 @@ def _take_stage(
         agree_in_stages(control, request.mesh, "compare plans", given.decisions_hash(), "plan", hint)
     _check_model(request)
     with wrap_defects("plan a step"):
-        order, cut = choose_order(
+        order, cut = choose_number(
             request,
-            lambda num_chunks: _cut(request, one_rank, earlier, control, balance, num_chunks),
+            one_rank,
+            lambda captures, num_chunks: _cut(request, captures, earlier, control, balance, num_chunks),
             lambda order, cut: _plan_in(request, order, cut.stages[place], earlier, control),
         )
     return OwnStage(order.request(request), order.captures(cut.stages[place]), cut.cuts, order.why)

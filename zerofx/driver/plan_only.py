@@ -27,7 +27,7 @@ from zerofx.driver.meshes.choice import choose_mesh
 from zerofx.driver.prepared import Prepared, Request, prepare
 from zerofx.driver.saved_graph import SavedGraph
 from zerofx.driver.shardings import decide_alone, lay_out, layouts
-from zerofx.driver.stage_order import PlannedStage, StageOrder, choose_order
+from zerofx.driver.stage_order import PlannedStage, StageOrder, choose_number
 from zerofx.driver.stages import CutStep, cut_into_stages, name_stage, plan_all, reason_against_stages
 from zerofx.errors import UsageError, wrap_defects
 from zerofx.garbage import limit_garbage_collection
@@ -330,23 +330,24 @@ def _plan_on(captured: CapturedStep, mesh: Mesh, *, verbose: bool) -> PlannedSte
 
 def _plan_stages(request: Request, one_rank: Captures, balance: Balance) -> PlannedStep:
     """The largest of the stages of the step that one rank of the model axis runs, with all of them."""
-    planned: dict[StageOrder, list[PlannedStep]] = {}
-    outcomes: dict[StageOrder, list[PlannedStage]] = {}
+    planned: dict[tuple[int, StageOrder], list[PlannedStep]] = {}
+    outcomes: dict[tuple[int, StageOrder], list[PlannedStage]] = {}
 
-    def cut_in(num_chunks: int | None) -> CutStep:
-        return cut_into_stages(request, one_rank, balance=balance, num_chunks=num_chunks)
+    def cut_in(captures: Captures, num_chunks: int | None) -> CutStep:
+        return cut_into_stages(request, captures, balance=balance, num_chunks=num_chunks)
 
     def plan_in(order: StageOrder, cut: CutStep) -> list[PlannedStage]:
-        ordered, known = order.request(request), list[KnownStage]()
-        planned[order] = plan_all(partial(_plan_stage, ordered, order.captures(stage), known) for stage in cut.stages)
-        outcomes[order] = [PlannedStage.of(stage.lowered) for stage in planned[order]]
-        return outcomes[order]
+        ordered, known, key = order.request(request), list[KnownStage](), (cut.num_micro_batches, order)
+        planned[key] = plan_all(partial(_plan_stage, ordered, order.captures(stage), known) for stage in cut.stages)
+        outcomes[key] = [PlannedStage.of(stage.lowered) for stage in planned[key]]
+        return outcomes[key]
 
-    order, cut = choose_order(request, cut_in, plan_in)
-    if order not in planned:
+    order, cut = choose_number(request, one_rank, cut_in, plan_in)
+    key = cut.num_micro_batches, order
+    if key not in planned:
         plan_in(order, cut)
-    stages = planned[order]
-    pipeline = order.simulate(outcomes[order], stages[0].plan.num_micro_batches)
+    stages = planned[key]
+    pipeline = order.simulate(outcomes[key], cut.num_micro_batches)
     predicted = [
         replace(stage, lowered=replace(stage.lowered, plan=predict_stage(stage.plan, pipeline, order.why)))
         for stage in stages

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from zerofx.choices import OrderOption
 from zerofx.driver.captures import Captures
@@ -90,6 +92,51 @@ CutIn = Callable[[int | None], CutStep]
 PlanIn = Callable[[StageOrder, CutStep], Sequence[PlannedStage]]
 
 
+def choose_number(
+    request: Request, captures: Captures, cut_in: Callable[[Captures, int | None], CutStep], plan_in: PlanIn
+) -> tuple[StageOrder, CutStep]:
+    """``choose_order`` for as many micro-batches as are asked for, or else for the number with which the step is
+    fastest within the budget: stages idle less with more, and hold less at a time, of smaller operators. The fewest are
+    planned first, and more as long as that is faster.
+
+    Raises: as ``choose_order``.
+    """
+    interleaves = request.options.order == "interleaved"
+    numbers = [num for num in captures.candidates if not interleaves or num >= request.mesh.pipe]
+    if len(captures.candidates) == 1 or not numbers:
+        return choose_order(request, partial(cut_in, captures.only(captures.candidates[-1])), plan_in)
+    best: tuple[StageOrder, CutStep] | None = None
+    seconds, refusals = dict[int, float](), dict[int, MemoryBudgetError]()
+    for number in numbers:
+        planned = dict[StageOrder, Sequence[PlannedStage]]()
+
+        def plan_once(
+            order: StageOrder, cut: CutStep, planned: dict[StageOrder, Sequence[PlannedStage]] = planned
+        ) -> Sequence[PlannedStage]:
+            if order not in planned:
+                planned[order] = plan_in(order, cut)
+            return planned[order]
+
+        try:
+            order, cut = choose_order(request, partial(cut_in, captures.only(number)), plan_once)
+            stages = plan_once(order, cut)
+        except MemoryBudgetError as refusal:
+            refusals[number] = refusal
+            continue
+        fastest = min(seconds.values(), default=math.inf)
+        seconds[number] = order.simulate(stages, number).step
+        if seconds[number] >= fastest:
+            break
+        best = order, cut
+    if best is None:
+        raise refusals[numbers[-1]]  # of the most, which hold least
+    order, cut = best
+    others = [f"{', '.join(map(str, refusals))} do not fit"] if refusals else []
+    others += [f"{num} take {format_seconds(own)}" for num, own in seconds.items() if num != cut.num_micro_batches]
+    why = f"the fastest number, {format_seconds(seconds[cut.num_micro_batches])}"
+    return replace(order, why="; ".join(filter(None, [why, *others, order.why]))), cut
+
+
 def choose_order(request: Request, cut_in: CutIn, plan_in: PlanIn) -> tuple[StageOrder, CutStep]:
     """The order that is asked for, or else the faster one that fits, and of two as fast the one that holds less; with
     the stages that run in it.
@@ -102,10 +149,10 @@ def choose_order(request: Request, cut_in: CutIn, plan_in: PlanIn) -> tuple[Stag
         UsageError: the step cannot run in the order that is asked for.
         MemoryBudgetError: no order fits.
     """
-    asked, plan = request.options.order, request.options.plan
+    asked, plan = request.options.order_in_stages, request.options.plan
     in_chunks = isinstance(plan, Plan) and plan.by_layer and plan.num_chunks > 1
     cut = cut_in(None if in_chunks or asked == "round-robin" else 1 + (asked == "interleaved"))
-    num = cut.stages[0].candidates[0]
+    num = cut.num_micro_batches
     if isinstance(plan, Plan):
         # Those of the other stages are in their own plans.
         lags = [plan.weights_lag if number == plan.pipe_stage else None for number in range(len(cut.stages))]

@@ -47,6 +47,11 @@ class CutStep:
     by_chunk: bool = False
 
     @property
+    def num_micro_batches(self) -> int:
+        """The number that it is cut for."""
+        return self.stages[0].candidates[0]
+
+    @property
     def num_chunks(self) -> int:
         """The chunks of each stage."""
         return (len(self.cuts) + 1) // len(self.stages)
@@ -121,11 +126,6 @@ def cut_into_stages(
         UsageError: the step cannot run in as many stages.
     """
     num_stages = request.mesh.pipe
-    if len(captures.candidates) > 1:
-        raise UsageError(
-            f"expected accumulate to be a number where the mesh has an axis 'pipe', found "
-            f"accumulate={request.options.accumulate!r}: say how many micro-batches there are"
-        )
     captures = captures.before_stages()
     step = captures.rank_graph(captures.candidates[0])
     draws, num_micro_batches = check_draws(step), captures.candidates[0]
@@ -148,10 +148,12 @@ def cut_into_stages(
         check_messages(graphs, min(num_micro_batches, num_stages + 1))
     if (by_turns := takes_turns(step)) and num_chunks == 1:
         check_messages(graphs, min(num_micro_batches, 2 * num_stages + 1), by_turns=True)
-    elif not by_turns and request.options.order in ("micro-batch", "zero-bubble", "interleaved"):
+    elif not by_turns and request.options.order_in_stages in ("micro-batch", "zero-bubble", "interleaved"):
+        given = "order=" if request.options.order != "auto" else "reduce='each' or gradients in offload="
         raise UsageError(
-            f"expected a model that draws no random numbers in backward with order={request.options.order!r} where "
-            f"the mesh has an axis 'pipe', found one that does: leave order= out"
+            f"expected a model that draws no random numbers in backward with order="
+            f"{request.options.order_in_stages!r} where the mesh has an axis 'pipe', found one that does: leave "
+            f"{given} out"
         )
     splits = tuple(bool(graph.gradients and weight_gradients(graph)) for graph in graphs)
     if earlier is not None:

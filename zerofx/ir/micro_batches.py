@@ -129,6 +129,14 @@ def borders(step: StepGraph) -> list[fx.Node]:
     return sorted(step.graph.find_nodes(op="call_function", target=ops.next_micro_batch, sort=False))
 
 
+def ends_of_backwards(step: StepGraph) -> list[fx.Node]:
+    """The border, for each body, of the part of the step that has its backward, or the step's end."""
+    lags = stretch_lags(step, step.num_micro_batches) if step.takes_turns else ()
+    # Of a stage's last chunk backward is in forward's stretch.
+    lag = lags[1] if step.pipe is not None and len(lags) > 1 and step.pipe.num_after else 0
+    return [*borders(step), step.output][lag : lag + step.num_bodies]
+
+
 def hand_on(border: fx.Node, value: fx.Node) -> None:
     """Pass ``value`` to the next body, too. Call it for each border in the same order."""
     number, carried = border.args

@@ -38,7 +38,10 @@ class MicroBatches:
         candidates = variants.candidates if budget is not None else variants.candidates[:1]
         if len(candidates) == 1 or budget is None:
             plan = _order(problem, rest, candidates[0], f"{candidates[0]}, as asked")
-            return replace(plan, micro_batches_reason="; ".join(filter(None, ["as asked", plan.micro_batches_reason])))
+            # Of stages it is chosen for all together.
+            is_chosen = problem.step.pipe is not None and problem.options.accumulate == "auto"
+            asked = "" if is_chosen else "as asked"
+            return replace(plan, micro_batches_reason="; ".join(filter(None, [asked, plan.micro_batches_reason])))
         refusals: dict[int, BudgetMissedError] = {}
         fitting: dict[int, Plan] = {}
         best: Plan | None = None

@@ -246,8 +246,8 @@ def begin_run(run: Run) -> tuple[zerofx.Step, torch.optim.Optimizer, list[Given]
     torch.manual_seed(0)
     model = MODELS[run.model]()
     optimizer = OPTIMIZERS[run.optimizer](model)
-    options = {"backend": "eager", **dict(run.options)}
-    step = zerofx.compile(model, optimizer, mesh=run.mesh, accumulate=run.accumulate, **options)
+    options = {"backend": "eager", "accumulate": run.accumulate, **dict(run.options)}
+    step = zerofx.compile(model, optimizer, mesh=run.mesh, **options)
     if run.mesh == "auto":
         args, kwargs = stage_batch(run.model, 2 * run.accumulate, torch.Generator())
         sizes = step.choose_mesh(*args, **kwargs)

@@ -16,15 +16,18 @@ from torch import Tensor, nn
 import zerofx
 from tests.lib.distributed import RankError, run_ranks
 from tests.lib.models import adamw
-from tests.lib.runs.stages import Outcome, Run, are_equal, begin_run, check_runs, stage_batch, train_runs
+from tests.lib.runs.stages import Outcome, Run, are_equal, begin_run, check_runs, stage_batch, train_run, train_runs
 from zerofx import Machine, OptimizerError, RankMismatchError, UsageError
 from zerofx.scheduler.cost.machine import Link
 
 CLIPPED = (("max_grad_norm", 0.1),)
 TURNS, FIRST, APART = ("order", "micro-batch"), ("order", "layer"), ("order", "zero-bubble")
 CHUNKS, ROUNDS = ("order", "interleaved"), ("order", "round-robin")
+CPU = Machine.named("cpu")
 # On which a byte takes longer than all that a step computes.
-SLOW = replace(Machine.named("cpu"), intra_node=Link(bandwidth=1.0, latency=1e-6))
+SLOW = replace(CPU, intra_node=Link(bandwidth=1.0, latency=1e-6))
+# On which an operator takes as long as its numbers, not as it takes to start.
+SLOW_TO_COMPUTE = replace(CPU, device=replace(CPU.device, memory_bandwidth=1e6))
 ON_TWO = [
     Run("gpt", {"pipe": 2}, 4, CLIPPED),
     Run("gpt", {"pipe": 2}, 6, (*CLIPPED, TURNS)),
@@ -162,6 +165,34 @@ def test_stages_in_rounds_have_the_bits_of_one_process(num_ranks: int, runs: lis
     check_runs(runs, num_ranks, [train_runs([run.on(None) for run in runs])])
 
 
+def _choose_number(run: Run) -> tuple[int, str, Outcome]:
+    step, _, ((args, kwargs), *_) = begin_run(run)
+    step(*args, **kwargs)
+    number, why = step.plan.num_micro_batches, step.plan.micro_batches_reason
+    step.close()
+    return number, why, train_run(run)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (("machine", SLOW_TO_COMPUTE),),
+        pytest.param(
+            (("machine", CPU), ("memory_budget", 250_000), ("recompute", "none"), TURNS), marks=pytest.mark.slow
+        ),
+    ],
+    ids=["idle", "budget"],
+)
+def test_the_fastest_number_of_micro_batches_is_taken(options: tuple[tuple[str, Any], ...]) -> None:
+    """Where operators take as long as their numbers, stages idle less with more; and more hold less."""
+    run = Run("gpt", {"pipe": 2}, 4, (*CLIPPED, *options, ("accumulate", "auto")), steps=2)
+    (number, why, first), (same, _, second) = run_ranks(_choose_number, 2, run)
+    assert number == same > 1 and "the fastest number" in why
+    alone = train_run(replace(run.on(None), options=(*CLIPPED, ("accumulate", number))))
+    for outcome in (first, second):
+        assert are_equal(outcome, alone) and outcome.measured == outcome.predicted
+
+
 def test_slices_that_one_stage_needs_for_its_budget_have_the_bits_of_slices_by_name() -> None:
     run = Run("wide", {"pipe": 2}, 2, (*CLIPPED, ("offload", "host"), ("memory_budget", 60_000), TURNS), steps=3)
     sliced = replace(run.on(None), options=(*CLIPPED, ("tile", {"up.weight": 4, "down.weight": 4})))
@@ -206,6 +237,22 @@ def test_stages_of_several_ranks_train_like_those_ranks_without_stages(stage: in
     alone = [run.on({"shard": 2}) for run in runs]
     once = [replace(run, options=(*run.options, ("reduce", "once"))) for run in alone]
     check_runs(runs, 4, run_ranks(train_runs, 2, once))
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "options"),
+    [(4, ("reduce", "each")), (2, ("offload", {"gradients": "host"})), (4, ("offload", {"gradients": "host"}))],
+    ids=["each", "host", "host, sharded"],
+)
+def test_gradients_of_one_micro_batch_go_before_those_of_the_next(num_ranks: int, options: tuple[str, Any]) -> None:
+    """They are reduced in each, or wait on the host; with a loop over turns, and with fewer micro-batches than that."""
+    sharded = {"shard": num_ranks // 2}
+    runs = [
+        Run("llama", {"pipe": 2, **sharded}, 6, (*CLIPPED, options), 3),
+        Run("gpt", {"pipe": 2, **sharded}, 2, (options,), 3),
+    ]
+    alone = [run.on(sharded) for run in runs]
+    check_runs(runs, num_ranks, run_ranks(train_runs, num_ranks // 2, alone) if num_ranks > 2 else [train_runs(alone)])
 
 
 def _go_on(run: Run, folder: Path, *, save: bool) -> Outcome | None:

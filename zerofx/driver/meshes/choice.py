@@ -24,6 +24,7 @@ from zerofx.errors import MemoryBudgetError, UsageError
 from zerofx.garbage import limit_garbage_collection
 from zerofx.lowering.lower import LoweredStep
 from zerofx.option_checks import options_against_stages, warn_of_ignored_shardings
+from zerofx.options import CompileOptions
 from zerofx.progress import watch_progress
 from zerofx.report.meshes import MeshComparison, MeshOutcome
 from zerofx.scheduler.analysis.sharding_pins import pins_of
@@ -69,6 +70,12 @@ def candidates(num_ranks: int, ranks_per_node: int, stage: int, most_stages: int
     return meshes
 
 
+def _reason_against_stages(options: CompileOptions) -> str:
+    if options.accumulate == "auto":
+        return "accumulate='auto': they are compared for a number of micro-batches"
+    return options_against_stages(options)
+
+
 def choose_mesh(
     request: Request,
     captures: Captures,
@@ -94,7 +101,7 @@ def choose_mesh(
     with limit_garbage_collection():
         estimates = Estimates(request, captures, num_ranks, on_cpu=on_cpu)
         divided = request.options.accumulate != 1
-        without_stages = (without_stages or options_against_stages(request.options)) if divided else ""
+        without_stages = (without_stages or _reason_against_stages(request.options)) if divided else ""
         most_stages = 1 if without_stages else captures.candidates[0]
         meshes = candidates(num_ranks, request.machine.ranks_per_node, request.options.stage, most_stages)
         planned, comparison = _plan_best(request, _estimate(estimates, meshes), whole)

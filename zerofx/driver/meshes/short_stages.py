@@ -161,7 +161,7 @@ class ShortStages:
     @property
     def _orders(self) -> list[StageOrder]:
         """The orders that may be taken, of which the first holds least."""
-        asked = self.request.options.order
+        asked = self.request.options.order_in_stages
         by_turns = self.takes_turns and asked not in ("layer", "round-robin")
         return [StageOrder(by_turns), *([StageOrder()] if by_turns and asked == "auto" else [])]
 
@@ -210,7 +210,7 @@ class ShortStages:
         return simulate_stages(seconds, self._num).step < dealt.step.step_seconds
 
     def _may_delay_weights(self, order: StageOrder) -> bool:
-        return order.by_turns and self.request.options.order != "micro-batch"
+        return order.by_turns and self.request.options.order_in_stages != "micro-batch"
 
     def _delay_weights(self, free: _Dealt, limit: int | None) -> StepInStages:
         """The step with weight gradients some turns later, if that is faster than ``free`` and fits; else ``free``."""
