@@ -78,7 +78,6 @@ def has_no_stages(mesh: object) -> bool:
 NOT_IN_STAGES: Final = tuple(
     Exclusion(other, why, has_stages, theirs)
     for other, why, theirs in (
-        ("tile", "parameters of a stage stay whole", instances(Mapping)),
         ("cuda_graphs", "messages between stages are awaited by the host", one_of(True, "auto")),
         ("saved", "stages hand activations on from micro-batch to micro-batch as they are", one_of("int8", "fp8")),
     )

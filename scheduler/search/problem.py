@@ -191,7 +191,9 @@ class Problem:
         Raises:
             UsageError: ``options.tile`` names what cannot be tiled.
         """
-        tiles = tiles_of_modules(self.step, self.options.tile) if isinstance(self.options.tile, Mapping) else ()
+        # What is named in stages are parameters, of which others may have some.
+        by_name = self.options.tile if isinstance(self.options.tile, Mapping) and self.step.pipe is None else {}
+        tiles = tiles_of_modules(self.step, by_name)
         in_8_bits = self.options.saved is not None
         return GraphFacts(self.step, self.machine, tiles, target=self.target, in_8_bits=in_8_bits)
 

@@ -247,7 +247,7 @@ def prepare_together(request: Request, control: Control) -> Prepared:
 
 def _prepare(request: Request, one_rank: Captures, earlier: Earlier | None, control: Control) -> Prepared:
     prepared = control.attempt("capture a step", lambda: prepare(request, one_rank, earlier))
-    prepared = prepared if earlier is None else _number_buckets(prepared, control)  # which may be in slices
+    prepared = _number_buckets(prepared, control)
     prepared.agree(control)
     return prepared
 

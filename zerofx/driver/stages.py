@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,11 +17,13 @@ from zerofx.ir.bucketing import layout_of
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.facts import Phase, chunk_of, is_random, origin, placeholder
 from zerofx.ir.graph import PipeStage, StepGraph
+from zerofx.options import CompileOptions
 from zerofx.passes.lib.draws_ahead import find_unforeseen_draw
 from zerofx.passes.lib.message_check import check_messages
 from zerofx.passes.prepare.stages import check_stages
 from zerofx.runtime.comm.collectives import is_on_cpu
 from zerofx.runtime.state.parameter_groups import group_of_parameters, histories_of
+from zerofx.scheduler.analysis.slices import slices_of_names
 from zerofx.scheduler.analysis.stages_of_nodes import own_source, weight_gradients
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.problem import BudgetMissedError
@@ -128,6 +130,7 @@ def cut_into_stages(
     num_stages = request.mesh.pipe
     captures = captures.before_stages()
     step = captures.rank_graph(captures.candidates[0])
+    _check_tiles(step, request.options)
     draws, num_micro_batches = check_draws(step), captures.candidates[0]
     is_open = earlier is None and request.options.plan is None
     by_chunk = num_chunks is None and num_micro_batches > 1 if earlier is None else earlier.shared.by_chunk
@@ -146,15 +149,8 @@ def cut_into_stages(
         _check_messages_of_chunks(graphs, num_chunks, num_micro_batches, by_turns=not by_chunk)
     else:
         check_messages(graphs, min(num_micro_batches, num_stages + 1))
-    if (by_turns := takes_turns(step)) and num_chunks == 1:
+    if (by_turns := takes_turns(step, request.options)) and num_chunks == 1:
         check_messages(graphs, min(num_micro_batches, 2 * num_stages + 1), by_turns=True)
-    elif not by_turns and request.options.order_in_stages in ("micro-batch", "zero-bubble", "interleaved"):
-        given = "order=" if request.options.order != "auto" else "reduce='each' or gradients in offload="
-        raise UsageError(
-            f"expected a model that draws no random numbers in backward with order="
-            f"{request.options.order_in_stages!r} where the mesh has an axis 'pipe', found one that does: leave "
-            f"{given} out"
-        )
     splits = tuple(bool(graph.gradients and weight_gradients(graph)) for graph in graphs)
     if earlier is not None:
         _check_places(graphs, earlier)
@@ -162,7 +158,8 @@ def cut_into_stages(
         return CutStep(tuple(stages), cuts, by_turns, splits, is_open, by_chunk)
     groups = group_of_parameters(request.model, request.optimizers, step.parameters, set(step.gradients))
     histories = histories_of(request.model, request.optimizers)
-    layouts = [layout_of(graph, groups, request.mesh, histories=histories) for graph in graphs]
+    sliced = [_slice_by_name(staged, request.options) for staged in stages]
+    layouts = [layout_of(graph, groups, request.mesh, histories=histories) for graph in sliced]
     chunks = [chunks_of_buckets(graph, layout) for graph, layout in zip(graphs, layouts, strict=True)]
     for number, own in enumerate(chunks):
         if not own:
@@ -188,6 +185,26 @@ def _check_messages_of_chunks(
             f"expected values that stages of {num_chunks} chunks hand on in the order in which they are awaited, "
             f"found {error}: leave order= out"
         ) from None
+
+
+def _check_tiles(step: StepGraph, options: CompileOptions) -> None:
+    """Raises:
+    UsageError: something else than a parameter is to be tiled.
+    """
+    parameters = {alias for info in step.parameters for alias in (info.source, *info.aliases)}
+    for name in options.tile if isinstance(options.tile, Mapping) else ():
+        if name not in parameters:
+            raise UsageError(
+                f"expected tile to name parameters where the mesh has an axis 'pipe', found {name!r}: stages hand on "
+                f"what modules make for whole micro-batches; leave it out"
+            )
+
+
+def _slice_by_name(staged: Captures, options: CompileOptions) -> StepGraph:
+    """A stage's graph with the slices that are asked for."""
+    graph = staged.rank_graph(staged.candidates[0])
+    slices = slices_of_names(graph, options.tile) if isinstance(options.tile, Mapping) else ()
+    return staged.slice_parameters(slices).first if slices else graph
 
 
 def chunks_of_buckets(graph: StepGraph, layout: BucketLayout) -> list[int]:
@@ -235,9 +252,21 @@ def check_draws(step: StepGraph) -> bool:
     return any(map(is_random, step.calls()))
 
 
-def takes_turns(step: StepGraph) -> bool:
-    """True if stages of a captured step can run backward of a micro-batch before the forward of later ones."""
-    return not any(is_random(node) and origin(node).phase is Phase.BACKWARD for node in step.calls())
+def takes_turns(step: StepGraph, options: CompileOptions) -> bool:
+    """True if stages of a captured step can run backward of a micro-batch before the forward of later ones.
+
+    Raises:
+        UsageError: they cannot, and are asked to.
+    """
+    asked = options.order_in_stages
+    draws = any(is_random(node) and origin(node).phase is Phase.BACKWARD for node in step.calls())
+    if draws and asked in ("micro-batch", "zero-bubble", "interleaved"):
+        given = "order=" if options.order != "auto" else "reduce='each', and gradients in offload=,"
+        raise UsageError(
+            f"expected a model that draws no random numbers in backward with order={asked!r} where the mesh has an "
+            f"axis 'pipe', found one that does: leave {given} out"
+        )
+    return not draws
 
 
 def _decide(

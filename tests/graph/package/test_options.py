@@ -136,7 +136,6 @@ EXCLUDED: Sequence[tuple[dict[str, Any], str]] = [
     ({"delayed_update": 1, "on_nonfinite": "skip"}, "on_nonfinite='skip': updates are under way"),
     ({"arena": True, "backend": "eager"}, "arena=True and backend='eager': ATen's operators allocate for themselves"),
     ({"arena": True, "backend": "inductor", "cuda_graphs": True}, "arena=True and cuda_graphs=True: CUDA graphs have"),
-    ({"mesh": {"pipe": 2}, "tile": {"a": 2}}, "parameters of a stage stay whole"),
     ({"mesh": {"pipe": 2}, "cuda_graphs": True}, "messages between stages are awaited by the host"),
     ({"mesh": {"pipe": 2}, "saved": "int8"}, "stages hand activations on from micro-batch to micro-batch as they are"),
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from torch import nn
@@ -112,12 +113,19 @@ def test_stages_that_turn_out_slower_than_thought_are_not_chosen(monkeypatch: py
     assert outcomes[best.plan.mesh].seconds_per_sample < outcomes[Mesh(pipe=2)].seconds_per_sample
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_table_says_why_no_mesh_has_stages(accumulate: int) -> None:
-    best = planned("auto", lambda: Tower(1), 4, world_size=2, accumulate=accumulate, reduce="each")
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"accumulate": 1, "saved": "int8"}, ""),
+        ({"accumulate": 2, "saved": "int8"}, "saved='int8': stages hand activations on"),
+        ({"accumulate": 2, "tile": {"head.weight": 2}}, "tile={'head.weight': 2}: a few layers"),
+        ({"accumulate": "auto"}, "accumulate='auto': they are compared for a number"),
+    ],
+)
+def test_a_table_says_why_no_mesh_has_stages(options: dict[str, Any], why: str) -> None:
+    best = planned("auto", lambda: Tower(1), 4, world_size=2, **options)
     assert all(mesh.pipe == 1 for mesh in compared(best))
-    why = "no mesh with an axis pipe: reduce='each': gradients are reduced once a step"
-    assert (why in str(best)) == (accumulate > 1)
+    assert ("no mesh with an axis pipe" in str(best)) == bool(why) and why in str(best)
 
 
 def test_meshes_with_stages_have_slices_replicas_or_slices_on_nodes() -> None:

@@ -193,10 +193,11 @@ def test_the_fastest_number_of_micro_batches_is_taken(options: tuple[tuple[str, 
         assert are_equal(outcome, alone) and outcome.measured == outcome.predicted
 
 
-def test_slices_that_one_stage_needs_for_its_budget_have_the_bits_of_slices_by_name() -> None:
+def test_slices_for_the_budget_of_one_stage_and_by_name_have_the_bits_of_one_process() -> None:
     run = Run("wide", {"pipe": 2}, 2, (*CLIPPED, ("offload", "host"), ("memory_budget", 60_000), TURNS), steps=3)
-    sliced = replace(run.on(None), options=(*CLIPPED, ("tile", {"up.weight": 4, "down.weight": 4})))
-    check_runs([run], 2, [train_runs([sliced])])
+    found = replace(run.on(None), options=(*CLIPPED, ("tile", {"up.weight": 4, "down.weight": 4})))
+    named = Run("wide", {"pipe": 2}, 4, (*CLIPPED, ("tile", {"up.weight": 4, "layers.2.weight": 2}), TURNS), steps=3)
+    check_runs([run, named], 2, [train_runs([found, named.on(None)])])
 
 
 @pytest.mark.slow
@@ -381,6 +382,9 @@ def _refuse() -> list[str]:
     with pytest.raises(OptimizerError, match="which combines those of all stages"):
         combining(*given[0][0])
     step(*args)
+    tiled, _, given = begin_run(Run("matrices", {"pipe": 2}, 2, (("tile", {"": 2}),), steps=1))
+    with pytest.raises(UsageError, match="expected tile to name parameters"):
+        tiled(*given[0][0])
     one = nn.Linear(4, 4)
     short = zerofx.compile(one, adamw(one), mesh={"pipe": 2}, loss_fn=nn.MSELoss(), backend="eager")
     with pytest.raises(UsageError, match="expected at least 2 parts of a step"):

@@ -73,6 +73,8 @@ def candidates(num_ranks: int, ranks_per_node: int, stage: int, most_stages: int
 def _reason_against_stages(options: CompileOptions) -> str:
     if options.accumulate == "auto":
         return "accumulate='auto': they are compared for a number of micro-batches"
+    if isinstance(options.tile, Mapping):
+        return f"tile={options.tile!r}: a few layers do not have all that it names"
     return options_against_stages(options)
 
 

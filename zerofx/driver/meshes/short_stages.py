@@ -156,7 +156,7 @@ class ShortStages:
         else:
             middle = _Kind(ways[1][1], ways[0][1])
             kinds = [_Kind(ways[0][0], ways[2][0]), *[middle] * (num_stages - 2), _Kind(ways[0][2], ways[1][2])]
-        return ShortStages(short, request, tuple(kinds), len(layers), takes_turns(step))
+        return ShortStages(short, request, tuple(kinds), len(layers), takes_turns(step, request.options))
 
     @property
     def _orders(self) -> list[StageOrder]:
