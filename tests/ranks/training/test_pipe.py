@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tests.lib.models import adamw
 from tests.lib.runs.stages import Outcome, Run, are_equal, begin_run, check_runs, stage_batch, train_run, train_runs
 from zerofx import Machine, OptimizerError, RankMismatchError, UsageError
 from zerofx.scheduler.cost.machine import Link
+from zerofx.scheduler.plan.mesh import Mesh
 
 CLIPPED = (("max_grad_norm", 0.1),)
 TURNS, FIRST, APART = ("order", "micro-batch"), ("order", "layer"), ("order", "zero-bubble")
@@ -101,6 +103,24 @@ MORE_IN_ROUNDS = [
         Run("gpt", {"pipe": 2}, 1, (*CLIPPED, ROUNDS), steps=3),
     ],
     [Run("deep", {"pipe": 4}, 3, (("stage", 0), ROUNDS), steps=3)],
+]
+
+EACH, ON_HOST = ("reduce", "each"), ("offload", {"gradients": "host"})
+IN_EACH = [
+    Run("llama", {"pipe": 2, "shard": 2}, 6, (*CLIPPED, EACH), 3),
+    Run("gpt", {"pipe": 2, "shard": 2}, 2, (EACH,), 3),
+]
+AWAY = [Run("llama", {"pipe": 2}, 6, (*CLIPPED, ON_HOST), 3), Run("gpt", {"pipe": 2}, 2, (ON_HOST,), 3)]
+MORE_IN_EACH = [
+    Run("gpt2", {"pipe": 2, "shard": 2}, 5, (*CLIPPED, EACH, ("recompute", "full")), 2),
+    Run("dropout", {"pipe": 2, "shard": 2}, 6, (EACH, ("precision", "bf16")), 2),
+    Run("norms", {"pipe": 2, "shard": 2}, 5, (EACH,), 2),
+    Run("gpt", {"pipe": 2, "shard": 2}, 4, (EACH, ("wire", "int8"), ("machine", SLOW)), 2),
+]
+MORE_AWAY = [
+    Run("deep", {"pipe": 4}, 9, (*CLIPPED, ON_HOST), 2),
+    Run("gpt2", {"pipe": 4}, 3, (ON_HOST,), 2),
+    Run("norms", {"pipe": 4}, 7, (ON_HOST,), 2),
 ]
 
 
@@ -241,19 +261,23 @@ def test_stages_of_several_ranks_train_like_those_ranks_without_stages(stage: in
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "options"),
-    [(4, ("reduce", "each")), (2, ("offload", {"gradients": "host"})), (4, ("offload", {"gradients": "host"}))],
-    ids=["each", "host", "host, sharded"],
+    ("shard", "runs"),
+    [
+        (2, IN_EACH),
+        (1, AWAY),
+        (2, [replace(run, mesh={"pipe": 2, "shard": 2}) for run in AWAY]),
+        pytest.param(2, MORE_IN_EACH, marks=pytest.mark.slow),
+        pytest.param(1, MORE_AWAY, marks=pytest.mark.slow),
+    ],
+    ids=["each", "host", "host, sharded", "more each", "more host"],
 )
-def test_gradients_of_one_micro_batch_go_before_those_of_the_next(num_ranks: int, options: tuple[str, Any]) -> None:
+def test_gradients_of_one_micro_batch_go_before_those_of_the_next(shard: int, runs: list[Run]) -> None:
     """They are reduced in each, or wait on the host; with a loop over turns, and with fewer micro-batches than that."""
-    sharded = {"shard": num_ranks // 2}
-    runs = [
-        Run("llama", {"pipe": 2, **sharded}, 6, (*CLIPPED, options), 3),
-        Run("gpt", {"pipe": 2, **sharded}, 2, (options,), 3),
-    ]
-    alone = [run.on(sharded) for run in runs]
-    check_runs(runs, num_ranks, run_ranks(train_runs, num_ranks // 2, alone) if num_ranks > 2 else [train_runs(alone)])
+    alone = [run.on({"shard": shard}) for run in runs]
+    expected = run_ranks(train_runs, shard, alone) if shard > 1 else [train_runs(alone)]
+    mesh = runs[0].mesh
+    assert isinstance(mesh, Mapping)
+    check_runs(runs, Mesh(**mesh).num_ranks, expected)
 
 
 def _go_on(run: Run, folder: Path, *, save: bool) -> Outcome | None:
