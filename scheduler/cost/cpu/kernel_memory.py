@@ -14,7 +14,8 @@ is known of calls that have not been made before; that is not remembered.
 Not covered, and so ``None``: operators of others than ATen and zerofx (their kernels may do anything), calls that fail
 on values that are made up, and outputs whose shapes depend on values. Where an operator's memory depends on values
 (``linalg_matrix_exp``: on the norm), what is known is that for large, well-conditioned matrices, for values between 0
-and 1, or for conditions that all hold. Operators of zerofx take the same for all
+and 1, or for conditions that all hold. Where it depends on integers, the table of operators says which to try
+(``Operator.integers``), and the most is what counts. Operators of zerofx take the same for all
 (``zerofx/ir/op_kernels/as_aten.py``).
 """
 
@@ -123,7 +124,7 @@ def _records(calls: Sequence[OperatorCall]) -> dict[OperatorCall, KernelMemory |
     with without_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
             # The first call of an operator may set things up that stay.
-            ready = [(call, arguments) for call in calls if (arguments := _try_arguments(call)) is not None]
+            ready = [(call, arguments) for call in calls for arguments in _try_arguments(call)]
             peak = CpuPeak()
             with peak:
                 sizes = [_run(call, arguments, peak) for call, arguments in ready]
@@ -138,21 +139,29 @@ def _records(calls: Sequence[OperatorCall]) -> dict[OperatorCall, KernelMemory |
                 max(0 if shape == like.shape else -like.num_bytes, size - like.num_bytes)
                 for (size, shape), like in zip(results, call.results, strict=True)
             )
-            memories[call] = KernelMemory(max(0, most - sum(size for size, _ in results)), excess)
+            inside = max(0, most - sum(size for size, _ in results))
+            before = memories[call]
+            memories[call] = KernelMemory(inside if before is None else max(inside, before.inside), excess)
     return memories
 
 
 Arguments = tuple[list[Any], dict[str, Any]]
 
 
-def _try_arguments(call: OperatorCall) -> Arguments | None:
-    """The arguments of a call with which it has been made once; None if it fails with them."""
+def _try_arguments(call: OperatorCall) -> list[Arguments]:
+    """The arguments of a call with which it has been made once, for each of the integers that may make a difference;
+    none if it fails with some."""
+    integers = facts_of(call.target).integers
     try:
         with _refuse_values():
-            arguments = call.substitute(lambda like: _values(like, call.target))
-        return None if _run(call, arguments, None) is None else arguments
+            arguments = [_arguments(call, number) for number in ((0,) if integers is None else integers(call.args))]
+        return [] if any(_run(call, entry, None) is None for entry in arguments) else arguments
     except _ValuesError:
-        return None
+        return []
+
+
+def _arguments(call: OperatorCall, integer: int) -> Arguments:
+    return call.substitute(lambda like: _values(like, call.target, integer))
 
 
 def _run(call: OperatorCall, arguments: Arguments, peak: CpuPeak | None) -> list[tuple[int, tuple[int, ...]]] | None:
@@ -195,23 +204,21 @@ def _refuse_values() -> Iterator[None]:
         raise _ValuesError from error
 
 
-def _values(like: Like, target: OpOverload) -> Tensor:
-    """Numbers between 0 and 1, and square matrices that can be inverted for linear algebra; conditions that hold; the
-    first of everything where integers are asked for, or one, from which linear algebra counts."""
+def _values(like: Like, target: OpOverload, integer: int) -> Tensor:
+    """Numbers between 0 and 1, and square matrices that can be inverted for linear algebra; conditions that hold;
+    ``integer`` where integers are asked for."""
     if like.dtype == torch.bool:
         flat = torch.ones(like.span, dtype=torch.bool, device="cpu")
     elif like.dtype.is_complex:
         parts = torch.linspace(0.25, 0.75, 2 * like.span, dtype=like.dtype.to_real(), device="cpu")
         flat = torch.view_as_complex(parts.view(-1, 2))
     elif like.dtype.is_floating_point and like.dtype.itemsize == 1:
-        return _values(Like(like.shape, like.stride, torch.float32), target).to(
-            like.dtype
-        )  # little is computed in these
+        # Little is computed in these.
+        return _values(Like(like.shape, like.stride, torch.float32), target, integer).to(like.dtype)
     elif like.dtype.is_floating_point:
         flat = torch.linspace(0.25, 0.75, like.span, dtype=like.dtype, device="cpu")
     else:
-        number = int(facts_of(target).counts_from_one)
-        flat = torch.full((like.span,), number, dtype=torch.int64, device="cpu").to(like.dtype)
+        flat = torch.full((like.span,), integer, dtype=torch.int64, device="cpu").to(like.dtype)
     tensor = flat.as_strided(like.shape, like.stride)
     is_matrix = tensor.dim() > 1 and tensor.shape[-1] == tensor.shape[-2] and 0 not in like.stride
     if is_matrix and like.dtype.is_floating_point and facts_of(target).is_cubic:

@@ -48,8 +48,9 @@ def make_uneven(x: Tensor) -> Tensor:
     return torch.cat([x[:, :1].abs(), x[:, 1:]], 1)
 
 
-def _run(top: int, dtype: torch.dtype, options: dict[str, Any], num_steps: int) -> dict[str, Any]:
-    """Steps, the seventh and the eighth with all tokens to one rank's experts, within the bytes of even routing."""
+def _run(top: int, dtype: torch.dtype, options: dict[str, Any], num_steps: int, room: float = 1.0) -> dict[str, Any]:
+    """Steps, the seventh and the eighth with all tokens to one rank's experts, within ``room`` times the bytes of even
+    routing."""
     case = Case(lambda: Steered(top).to(dtype), lambda generator: even_tokens(generator, dtype), optimizer=sgd)
     given = {"backend": "eager", "machine": SHARING, "shardings": EXCHANGED, "mesh": {"model": 2}, **options}
     monkeypatch = pytest.MonkeyPatch()
@@ -58,7 +59,7 @@ def _run(top: int, dtype: torch.dtype, options: dict[str, Any], num_steps: int) 
     model = build(case)
     free = zerofx.compile(model, case.optimizer(model), **given)
     free.prepare(*first)
-    budget = free.plan.peak_bytes["device"]
+    budget = int(room * free.plan.peak_bytes["device"])
     free.close()
     model, eager = build(case), build(case)
     optimizer = case.optimizer(eager)
@@ -106,7 +107,9 @@ def test_whatever_the_routing_does_the_peak_is_as_planned() -> None:
 
 @pytest.mark.days(3)
 def test_rows_in_rounds_have_the_bits_of_one_process_where_each_expert_has_one() -> None:
-    for found in run_ranks(_run, 2, 2, torch.bfloat16, _KEPT, 7):
+    """What kernels hold in 16 bits for the rows of a group is counted for the worst routing, next to gradients of
+    weights that rounds add up, which even routing has none of."""
+    for found in run_ranks(_run, 2, 2, torch.bfloat16, _KEPT, 7, 1.02):
         assert found["unlike"] == []
-        assert all(planned <= found["budget"] for _, planned in found["peaks"])
+        assert all(measured <= planned <= found["budget"] for measured, planned in found["peaks"])
         assert [seen[:2] for seen in found["seen"]] == _SEEN

@@ -58,6 +58,26 @@ def test_what_is_found_holds_for_the_library_that_has_the_kernel() -> None:
     assert measured_bytes(node) == with_onednn
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("num_rows", "wide", "narrow"), [(97, 64, 32), (128, 16, 64)])
+def test_products_of_groups_hold_no_more_whatever_the_groups_are(
+    dtype: torch.dtype, num_rows: int, wide: int, narrow: int
+) -> None:
+    """And as much for some number of rows: a bound that is met."""
+    x, y = rand(num_rows, wide, dtype=dtype), rand(num_rows, narrow, dtype=dtype)
+    for weights in (rand(2, wide, narrow, dtype=dtype), rand(2, narrow, wide, dtype=dtype).mT):
+        for left, right in ((x, weights), (y, weights.mT), (x.t(), y)):
+            ends = [torch.full((2,), rows, dtype=torch.int32) for rows in range(num_rows + 1)]
+            results = [aten._grouped_mm.default(left, right, end) for end in ends]
+            with CpuPeak() as peak:
+                for end in ends:
+                    with peak.part():
+                        aten._grouped_mm.default(left, right, end)
+            assert max(peak.parts) - results[0].nbytes == measured_bytes(
+                call(aten._grouped_mm.default, (left, right, ends[0]))
+            )
+
+
 def test_calls_that_give_other_sizes_for_values_made_up_are_not_known() -> None:
     assert measured_bytes(call(aten.nonzero.default, (torch.zeros(4),))) is None
 

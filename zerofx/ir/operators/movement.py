@@ -94,7 +94,7 @@ OPERATORS: dict[str, Operator] = {
     "topk": _MOVES,
     "nll_loss_forward": Operator(traffic=Traffic.PICKS),
     "nll_loss_backward": Operator(inductor=Inductor.LOOP),
-    "_embedding_bag_backward": Operator(counts_from_one=True),  # bags have something in each then
+    "_embedding_bag_backward": Operator(integers=lambda _args: (1,)),  # bags have something in each then
     # Putting into places
     "index_put": _INDEXED,
     "index_put_": _INDEXED,

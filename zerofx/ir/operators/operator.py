@@ -6,7 +6,7 @@ it is pointwise or random, and ``torch.utils.flop_counter`` has the FLOPs of pro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, NamedTuple
@@ -130,7 +130,8 @@ class Operator:
         smaller: for the arguments (tensors without values, which can be ``cut``) of a call that takes long on a CPU,
             those that are made in its place; what smaller ones of other operators tell is found out
             (``scheduler/cost/cpu/smaller_calls.py``).
-        counts_from_one: integers that are made up for it begin with one.
+        integers: integers that are made up for it, by the call's arguments (tensors without values), to be tried one
+            after another where what it holds depends on them: the most is what counts. Zeros unless told otherwise.
         own_kernel: zerofx's kernel that may take it in a compiled region.
         copied_by_inductor: arguments, images, of which Inductor may make copies channel by channel.
         reads_exactly: arguments of which a small error makes a large one in the result: divisors, exponents, what a
@@ -155,7 +156,7 @@ class Operator:
     inside: Callable[..., int] | None = None
     steps: Callable[[Sequence[Any], Sequence[Any]], int] | None = None
     smaller: Callable[[Sequence[Any], Mapping[str, Any]], Smaller] | None = None
-    counts_from_one: bool = False
+    integers: Callable[[Sequence[Any]], Iterable[int]] | None = None
     own_kernel: OwnKernel | None = None
     copied_by_inductor: tuple[int, ...] = ()
     reads_exactly: tuple[int, ...] = ()

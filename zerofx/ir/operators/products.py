@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -11,7 +12,7 @@ from zerofx.ir.operators import row_rules
 from zerofx.ir.operators.operator import Operator, OperatorKind, OwnKernel
 
 _CUBIC = Operator(kind=OperatorKind.CUBIC)
-_COUNTED_FROM_ONE = Operator(kind=OperatorKind.CUBIC, counts_from_one=True)
+_COUNTED_FROM_ONE = Operator(kind=OperatorKind.CUBIC, integers=lambda _args: (1,))
 _MATRIX_VECTOR = Operator(per_element=2)  # every element of the matrix is multiplied and added once
 
 
@@ -25,6 +26,19 @@ def _group_flops(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
 def _group_gradient_flops(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
     """A product for the gradient of each operand: of rows with matrices, and of rows with rows."""
     return 4 * int(outputs[0].numel()) * int(inputs[-1].shape[-1])
+
+
+def _group_ends(args: Sequence[Any]) -> set[int]:
+    """Numbers of rows of a first group, without any in the others, of which some product holds as much as of any.
+
+    In 16 bits oneDNN copies operands, and holds sums in float32, in blocks that it chooses by the number of rows, not
+    always more for more of them: it changes its ways next to powers of two. What it holds for terms of a sum grows
+    with their number, by fewer where that is even. Compared with all numbers of rows for shapes of each kind.
+    """
+    left, right = args[:2]
+    num_rows = right.shape[-1] if len(left.shape) == 3 else left.shape[len(right.shape) - 3]
+    powers = [2**power for power in range(num_rows.bit_length())]
+    return {rows for rows in (num_rows, num_rows - 1, *powers, *(power + 1 for power in powers)) if rows <= num_rows}
 
 
 def _mm_inside(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> int | None:
@@ -55,7 +69,7 @@ OPERATORS: dict[str, Operator] = {
     "linear": _CUBIC,
     "_int_mm": Operator(kind=OperatorKind.CUBIC, counted_as="mm"),
     "_scaled_mm": _CUBIC,
-    "_grouped_mm": Operator(kind=OperatorKind.CUBIC, flops=_group_flops),
+    "_grouped_mm": Operator(kind=OperatorKind.CUBIC, flops=_group_flops, integers=_group_ends),
     "_scaled_grouped_mm": Operator(kind=OperatorKind.CUBIC, flops=_group_flops),
     # Where there is no kernel: one product for each group (transformers).
     "transformers::grouped_mm_fallback": Operator(kind=OperatorKind.CUBIC, flops=_group_flops),
