@@ -115,7 +115,12 @@ class LocalGraph:
             case Ragged(), Partial("sum"):
                 return self._whole_rows(node, source, whole)
             case Ragged(), Replicated() | Sharded():
-                return self.convert(self._whole_rows(node, source, whole), SUM, target, whole)
+                terms = self._whole_rows(node, source, whole)
+                if tensor(node).dtype is not torch.bool:
+                    return self.convert(terms, SUM, target, whole)
+                numbers = self.call(_aten._to_copy.default, terms, dtype=torch.uint8)  # truths do not add up
+                total = self.convert(numbers, SUM, target, whole)
+                return self.call(_aten._to_copy.default, total, dtype=torch.bool)
             case _, Partial() | Ragged():
                 return self.convert(self.convert(node, source, REPLICATED, whole), REPLICATED, target, whole)
         raise AssertionError(f"{source} -> {target}: no such conversion")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from tests.lib.distributed import run_ranks
 from tests.lib.models import Case, batches, sgd
 from tests.lib.runs.sharing import SHARING
 from tests.lib.runs.training import build
-from tests.ranks.meshes.test_exchanged_rows import EXCHANGED, Experts, Order, whole_elsewhere
+from tests.ranks.meshes.test_exchanged_rows import EXCHANGED, MODELS, Experts, Order, whole_elsewhere
 from zerofx.driver import shardings
 
 NUM_TOKENS, WIDTH, NUM_EXPERTS = 256, 64, 4
@@ -113,3 +114,53 @@ def test_rows_in_rounds_have_the_bits_of_one_process_where_each_expert_has_one()
         assert found["unlike"] == []
         assert all(measured <= planned <= found["budget"] for measured, planned in found["peaks"])
         assert [seen[:2] for seen in found["seen"]] == _SEEN
+
+
+def _ids(generator: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    ids = torch.randint(0, 32, (32, 16), generator=generator)
+    return (), {"input_ids": ids, "labels": ids}
+
+
+def _run_biased(num_steps: int) -> dict[str, Any]:
+    """Steps of experts with biases, one of which all tokens have, within the bytes of even routing."""
+    case = replace(MODELS["gpt oss"], batch=_ids)
+    given: dict[str, Any] = {"backend": "eager", "machine": SHARING, "shardings": EXCHANGED, "mesh": {"model": 2}}
+    given |= _KEPT
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(shardings, "apply_pins", whole_elsewhere)
+    inputs = [keywords for _, keywords in batches(case, 0, num_steps)]
+    model = build(case)
+    free = zerofx.compile(model, case.optimizer(model), **given)
+    free.prepare(**inputs[0])
+    budget = free.plan.peak_bytes["device"]
+    free.close()
+    models = [build(case) for _ in range(2)]
+    with torch.no_grad():
+        for name, parameter in [item for each in models for item in each.named_parameters()]:
+            if name.endswith("router.bias"):
+                parameter[0] += 100
+    model, eager = models
+    optimizer = case.optimizer(eager)
+    step = zerofx.compile(model, case.optimizer(model), memory_budget=budget, **given)
+    peaks, rounds, unlike = list[tuple[int, int]](), list[int](), list[tuple[int, str]]()
+    for number, keywords in enumerate(inputs, 1):
+        optimizer.zero_grad()
+        eager(**keywords).loss.backward()
+        optimizer.step()
+        measured = step.measure(**keywords, num_steps=1)
+        peaks.append((measured.peak_bytes["device"], step.plan.peak_bytes["device"]))
+        rounds.append(int(step.metrics["row_rounds"]))
+        expected = eager.state_dict()
+        unlike += [(number, k) for k, value in step.full_state_dict().items() if not torch.equal(value, expected[k])]
+    monkeypatch.undo()
+    step.close()
+    return {"budget": budget, "peaks": peaks, "rounds": rounds, "unlike": unlike}
+
+
+@pytest.mark.days(3)
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_experts_with_biases_have_their_rows_in_rounds_to_the_bit() -> None:
+    for found in run_ranks(_run_biased, 2, 4):
+        assert found["unlike"] == []
+        assert all(measured <= planned <= found["budget"] for measured, planned in found["peaks"])
+        assert min(found["rounds"]) > 1

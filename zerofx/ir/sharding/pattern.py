@@ -66,7 +66,7 @@ class Pattern:
 
     def ragged_rule(self, node: fx.Node, ends: str) -> Rule | None:
         """The rule if each rank has the rows of its groups; None unless the call is row-wise, treats all rows alike,
-        and reads and gives floating-point rows, which are never used as indices."""
+        and reads and gives floating-point rows or truths about them, which are never used as indices."""
         outputs, tensors = results_of(node), [*results_of(node), *map(value, read_tensors(node))]
         lies = (*self.outputs, *self.inputs)
         rows = [t for t, dim in zip(tensors, lies, strict=True) if t is not None and isinstance(dim, int)]
@@ -74,7 +74,7 @@ class Pattern:
             return None
         if not all(dim is None or isinstance(dim, int) for dim in lies) or not self._has_one_size(node):
             return None
-        if is_random(node) or not all(tensor.is_floating_point() for tensor in rows):
+        if is_random(node) or not all(t.is_floating_point() or t.dtype is torch.bool for t in rows):
             return None
 
         def place(dim: Lies) -> Placement:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from tests.lib.models.cases import CASES, batches
+from tests.lib.models.cases import CASES, Case, batches
 from tests.lib.virtual_ranks import Drawn, assembled, feeds_of, part_of, run
 from zerofx.capture.trace import Batch, capture
 from zerofx.errors import PlanError
@@ -55,8 +55,8 @@ MODELS = (
 DRAWING = ("dropout", "gpt2 dropout", "bert dropout")
 
 
-def captured(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Batch, StepGraph]:
-    case = CASES[name]
+def captured(of: str | Case, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Batch, StepGraph]:
+    case = CASES[of] if isinstance(of, str) else of
     torch.manual_seed(0)
     model = case.model().to(dtype)
     batch = Batch.from_call(*next(batches(case, 0, 1)))

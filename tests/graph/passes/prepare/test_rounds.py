@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from tests.graph.passes.prepare.test_partition import captured, decision, of_rank
+from tests.lib.models import CASES, Case
+from tests.lib.models.huggingface import gpt_oss
 from tests.lib.virtual_ranks import feeds_of, part_of, run
 from zerofx.errors import PlanError
 from zerofx.ir import ops
@@ -35,14 +37,27 @@ def decisions_that_send(
     return (*decisions, *(ShardingDecision(name, ("S0",)) for name in experts))
 
 
+GPT_OSS = replace(CASES["mixtral"], model=gpt_oss)
+
+
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(
-    ("num_ranks", "capacity", "num_rounds", "divides_experts"),
-    [(2, 1.25, 2, False), (2, 1.0, 3, False), (4, 1.25, 4, True), (2, 0.5, 6, True)],
+    ("case", "num_ranks", "capacity", "num_rounds", "divides_experts"),
+    [
+        (CASES["mixtral"], 2, 1.25, 2, False),
+        (CASES["mixtral"], 2, 1.0, 3, False),
+        (CASES["mixtral"], 4, 1.25, 4, True),
+        (CASES["mixtral"], 2, 0.5, 6, True),
+        (GPT_OSS, 2, 1.25, 2, False),
+        (GPT_OSS, 2, 0.5, 6, True),
+    ],
 )
-def test_rows_are_sent_in_rounds(num_ranks: int, capacity: float, num_rounds: int, divides_experts: bool) -> None:
-    """To the bit in bf16 where each expert's rows are in one round; its gradient is rounded once more in others."""
-    model, batch, step = captured("mixtral", torch.bfloat16)
+def test_rows_are_sent_in_rounds(
+    case: Case, num_ranks: int, capacity: float, num_rounds: int, divides_experts: bool
+) -> None:
+    """To the bit in bf16 where each expert's rows are in one round; its gradient is rounded once more in others. Rows
+    of biases, which are where they are added, are not sent."""
+    model, batch, step = captured(case, torch.bfloat16)
     decisions = decisions_that_send(step, num_ranks, capacity, num_rounds)
     feeds, placements = feeds_of(step, model, batch), {d.node: placement_of(d.outputs[0] or "R") for d in decisions}
     (whole,) = run(step.graph, [feeds])
