@@ -26,7 +26,7 @@ def _steps(given: Sequence[Any], _made: Sequence[Any]) -> int:
 
 def _smaller(first: int) -> Callable[[Sequence[Any], Mapping[str, Any]], Smaller]:
     """One head; and two heads of one and of two samples where the gradient is laid out unlike the result: its copy
-    grows with their number.
+    grows with their number. One head of one and of two samples in 16 bits: oneDNN may pack keys and values of each.
 
     ``first``: the number of the argument that has the queries; keys and values follow.
     """
@@ -35,14 +35,17 @@ def _smaller(first: int) -> Callable[[Sequence[Any], Mapping[str, Any]], Smaller
         samples, heads, queries, _ = args[first].shape
         keys = args[first + 1].shape[2]
         is_copied = first == 1 and _strides(args[0]) != _strides(args[4])
-        lengths = [(min(queries, _QUERIES), min(keys, _KEYS))]
+        lengths, counts = [(min(queries, _QUERIES), min(keys, _KEYS))], ((1, 1), (1, 1))
         if args[first].dtype != torch.float32:
             # oneDNN may pack keys and values, all of a head's, if the processor lets it.
             lengths.insert(0, (queries, keys))
+            counts = (2, 1), (1, 1)
+        if is_copied:
+            counts = (2, min(heads, 2)), (1, min(heads, 2))
         pairs = []
         for length in lengths:
             pair = []
-            for few in ((2, min(heads, 2)), (1, min(heads, 2))) if is_copied else ((1, 1), (1, 1)):
+            for few in counts:
                 of_keys = (first + 1, first + 2)
                 cut = [_cut(arg, (*few, length[place in of_keys])) for place, arg in enumerate(args)]
                 masks = {name: _cut_mask(value, (*few, *length)) for name, value in kwargs.items()}
