@@ -359,13 +359,13 @@ def _plan_stages(request: Request, one_rank: Captures, balance: Balance) -> Plan
 def _plan_stage(request: Request, captures: Captures, known: list[KnownStage] | None = None) -> PlannedStep:
     """The step, or the stage, that ``captures`` are of; ``known``: stages that have been planned, to which it comes."""
     options, machine = request.options, request.machine
-    if known and (alike := _plan_alike(request, captures, known)) is not None:
+    staged = None if captures.pipe is None else prepare(request, captures)
+    if staged is not None and known and (alike := _plan_alike(staged, known)) is not None:
         return alike
     budget = aim = budget_bytes(options.memory_budget, machine)
     nearest: int | None = None
 
-    def decide(one_rank: Captures) -> tuple[Prepared, Target, Plan]:
-        prepared = prepare(request, one_rank)
+    def decide(prepared: Prepared) -> tuple[Prepared, Target, Plan]:
         target = request.target(prepared.captured.device, on_cpu=machine.is_cpu)
         with name_stage(captures.pipe):
             decided = replace(make_plan(Problem.create(prepared, target, options, aim)), memory_budget=budget)
@@ -373,11 +373,11 @@ def _plan_stage(request: Request, captures: Captures, known: list[KnownStage] | 
 
     while True:
         try:
-            if captures.pipe is not None:
-                prepared, target, decided = decide(captures)
+            if staged is not None:
+                prepared, target, decided = decide(staged)
             else:
                 ways = layouts(request, captures, None, decide_alone)
-                prepared, target, decided = first_that_fits(ways, decide)
+                prepared, target, decided = first_that_fits(ways, lambda one_rank: decide(prepare(request, one_rank)))
         except BudgetMissedError as missed:
             if nearest is None:
                 raise
@@ -397,9 +397,9 @@ def _plan_stage(request: Request, captures: Captures, known: list[KnownStage] | 
         aim = budget - (peak - decided.peak_bytes["device"])
 
 
-def _plan_alike(request: Request, captures: Captures, known: Sequence[KnownStage]) -> PlannedStep | None:
+def _plan_alike(prepared: Prepared, known: Sequence[KnownStage]) -> PlannedStep | None:
     """The stage with the plan of one that it is alike; None where it is alike none."""
-    prepared = prepare(request, captures)
+    request = prepared.request
     target = request.target(prepared.captured.device, on_cpu=request.machine.is_cpu)
     for stage in known:
         own = Structure.of(prepared, stage.lowered.plan)
