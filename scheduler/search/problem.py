@@ -69,6 +69,11 @@ def needs_least(refusals: Sequence[BudgetMissedError]) -> BudgetMissedError:
     return refusals[0] if len(refusals) == 1 else min(refusals, key=lambda refusal: refusal.least_bytes)
 
 
+def needs_most(refusals: Sequence[BudgetMissedError]) -> BudgetMissedError:
+    """The refusal of the part that needs the most bytes, of several that all have to fit; explained likewise."""
+    return refusals[0] if len(refusals) == 1 else max(refusals, key=lambda refusal: refusal.least_bytes)
+
+
 def first_that_fits(candidates: Iterable[C], plan: Callable[[C], T]) -> T:
     """The plan of the first candidate of which one fits the budget; later ones are not made before they are needed.
 

@@ -26,7 +26,7 @@ from zerofx.runtime.state.parameter_groups import group_of_parameters, histories
 from zerofx.scheduler.analysis.slices import slices_of_names
 from zerofx.scheduler.analysis.stages_of_nodes import own_source, weight_gradients
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.search.problem import BudgetMissedError
+from zerofx.scheduler.search.problem import BudgetMissedError, needs_most
 from zerofx.scheduler.search.stage_cuts import Balance, decide_rounds, decide_stages, find_cuts, name_cuts
 
 T = TypeVar("T")
@@ -95,9 +95,9 @@ def choose_worst(failures: Sequence[ZeroFXError]) -> ZeroFXError:
 
 def _choose_refusal(missed: Sequence[BudgetMissedError]) -> BudgetMissedError:
     """The refusal of the stage that needs most."""
+    worst = needs_most(missed)
     if len(missed) == 1:
-        return missed[0]
-    worst = max(missed, key=lambda refusal: refusal.least_bytes)
+        return worst
     return BudgetMissedError(f"{worst}; {len(missed) - 1} of the other parts cannot meet it either", worst.least_bytes)
 
 

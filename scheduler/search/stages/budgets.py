@@ -15,7 +15,7 @@ from zerofx.budgets import host_budget_bytes, tiers_for
 from zerofx.errors import MemoryBudgetError
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.search.problem import BudgetMissedError, Problem
+from zerofx.scheduler.search.problem import BudgetMissedError, Problem, needs_most
 from zerofx.scheduler.search.stage import Search
 from zerofx.units import format_bytes
 
@@ -116,9 +116,7 @@ class LaterUpdates:
             rest.say("the plan does not fit with another step's update")
             plans.append(plan)
         if refusals:
-            if len(refusals) == 1:
-                raise refusals[0]
-            raise max(refusals, key=lambda refusal: refusal.least_bytes)
+            raise needs_most(refusals)
         return plans[0]
 
 
