@@ -130,7 +130,7 @@ class _Rounds:
 
     def run(self) -> None:
         shares = [node for node in self._step.calls() if node.target is row_shares]
-        of_groups = {node for node in shares if _is_of_groups(node)}
+        of_groups = [node for node in shares if _is_of_groups(node)]
         for node in list(self._step.calls()):
             self._find(node)
         for node in shares:
