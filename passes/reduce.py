@@ -225,7 +225,7 @@ def _put_off(step: StepGraph, gradient: fx.Node, others: list[fx.Node], buffer_b
     order = step.positions()
     if gradient.target is operator.getitem or is_random(gradient):
         return
-    read = {storage_source(source) for source in gradient.all_input_nodes}
+    read = dict.fromkeys(map(storage_source, gradient.all_input_nodes))
     inputs = [storage for storage in read if origin(storage[0]).phase is Phase.BACKWARD]
     readers = [r for s in inputs for r in consumers(s[0]) if any(storage_source(n) == s for n in r.all_input_nodes)]
     last = max(readers, key=order.__getitem__, default=gradient)

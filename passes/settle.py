@@ -68,9 +68,9 @@ def readers_next(run_on: fx.Node, updates: Mapping[int, Sequence[fx.Node]]) -> l
     """
     (bucket, back), copies = background_work(run_on), run_on.args[1]
     assert isinstance(copies, list | tuple)
-    copied = {storage_source(copy)[0] for copy in copies if isinstance(copy, fx.Node)}
+    copied = dict.fromkeys(storage_source(copy)[0] for copy in copies if isinstance(copy, fx.Node))
     on_host = updates.get(bucket, ()) if not back else ()
-    updated = {storage_source(node)[0] for update in on_host for node in mutated_inputs(update)}
+    updated = dict.fromkeys(storage_source(node)[0] for update in on_host for node in mutated_inputs(update))
     return [
         reader
         for place in copied | updated

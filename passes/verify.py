@@ -291,7 +291,7 @@ def _check_loop(step: StepGraph, after: str, order: dict[fx.Node, int]) -> None:
     for storage, readers in _readers_by_storage(step).items() if loops else ():
         owner = storage[0]
         last, made_in = max(map(order.__getitem__, readers)), loop_of_node.get(owner)
-        for number in {loop_of_node[reader] for reader in readers if reader in loop_of_node}:
+        for number in dict.fromkeys(loop_of_node[reader] for reader in readers if reader in loop_of_node):
             if made_in is None and storage not in given[number] and last < ends[number]:
                 _fail(step, after, owner, f"loop: {owner.name} is read in each round, and gone after the first")
         for number, passed in enumerate(given):

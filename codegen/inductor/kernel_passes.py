@@ -92,7 +92,7 @@ def _overwrite(kernel: FusedSchedulerNode) -> None:
             continue
         if all(_fits(loops[entry], buffer) for entry in users):
             readers[value] = users
-            for reader in users:
+            for reader in sorted(users):
                 ends[reader].add(value)
     order = order_for_reuse(list(loops), ends, {name: loop.ancestors for name, loop in loops.items()})
     kernel.snodes = [loops[name] for name in order]

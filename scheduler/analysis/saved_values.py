@@ -20,13 +20,13 @@ aten = torch.ops.aten
 def saved_storages(step: StepGraph) -> dict[Storage, None]:
     """Storages that forward makes and backward reads, in the order in which they are made."""
     order = step.positions()
-    read = {
+    read = dict.fromkeys(
         storage_source(source)
         for node in step.calls()
         if origin(node).phase is Phase.BACKWARD
         for source in node.all_input_nodes
         if is_forward_call(source)
-    }
+    )
     computed = [s for s in read if is_forward_call(s[0])]
     return dict.fromkeys(sorted(computed, key=lambda s: (order[s[0]], s[1])))
 

@@ -113,7 +113,7 @@ def apply_pins(ways: ShardingWays, pins: Pins, unasked: Collection[str] = ()) ->
     Raises:
         UsageError: a pin cannot be met; names the operator that is in the way.
     """
-    asking = {pin for of_node in pins.parameters.values() for pin in of_node if pin.word == EXCHANGE}
+    asking = dict.fromkeys(pin for pins_of in pins.parameters.values() for pin in pins_of if pin.word == EXCHANGE)
     sent = {pin: kinds_that_send(ways, set(_calls_of_rows(ways, pin))) for pin in asking}
     sending = {pin for pin, kinds in sent.items() if kinds}
     placeholders = dict(ways.placeholders)
@@ -121,12 +121,12 @@ def apply_pins(ways: ShardingWays, pins: Pins, unasked: Collection[str] = ()) ->
     patterns = {pin.pattern for pin in sending}
     for node, of_node in pins.parameters.items():
         for pin in of_node:
-            if pin in asking - sending and (tensor(node).ndim > 2 or pin.pattern not in patterns):
+            if pin in asking.keys() - sending and (tensor(node).ndim > 2 or pin.pattern not in patterns):
                 raise UsageError(_refusal_to_send(ways, pin))
     for node, of_node in pins.parameters.items():
         first = ways.classes.first[node]
         for pin in of_node:
-            if pin in asking - sending:
+            if pin in asking.keys() - sending:
                 continue  # shared experts, which all tokens go through
             allowed = _placements_for(ways, node, pin)
             left = [placement for placement in placeholders[first] if placement in allowed]

@@ -316,8 +316,8 @@ def _seconds(kernel: list[fx.Node], fused: Fused, machine: Machine) -> float:
 def _kernel_reads(kernel: Iterable[fx.Node], fused: Fused) -> tuple[dict[Storage, int], set[fx.Node]]:
     """Bytes of each storage in memory that a kernel reads, and all that it computes, what is inlined included."""
     read: dict[Storage, int] = {}
-    computed = set(kernel)
-    pending = list(computed)
+    pending = list(kernel)
+    computed = set(pending)
     while pending:
         for source in pending.pop().all_input_nodes:
             storage = storage_source(source)

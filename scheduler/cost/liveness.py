@@ -232,7 +232,7 @@ def _tier_use(
     there += itertools.chain.from_iterable(left.values())
     live, during, after = persistent + sum(there), {}, {}
     blocks = most_blocks = _persistent_bytes(step, tier, size_class) + sum(map(size_class, there))
-    stored = {node: owned[node] for node in held}
+    stored = {node: sizes for node, sizes in owned.items() if node in held}
     shifts, block_shifts = (_shifts_of_loops(step, stored, last_use, size) for size in (int, size_class))
     for node in step.calls():
         live += shifts.get(node, 0)

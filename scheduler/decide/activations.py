@@ -263,7 +263,7 @@ def _recompute_level(
     links, free = segment.links, saved | segment.fixed
     again = set[int]()
     read = {*segment.fixed, *(segment.needed & saved)}
-    pending = [links.makers[i] for i in segment.needed - saved]
+    pending = [links.makers[i] for i in sorted(segment.needed - saved)]
     while pending:
         number = pending.pop()
         if links.random[number]:

@@ -255,7 +255,8 @@ def _collect_arrivals(
             arrival = Arrival(size, decision.tier, decision.update, last + 1, last, earliest)
             states.append(("states", number, arrival))
     run_seconds = [run.end_seconds - run.start_seconds for run in spans]
-    for index in updated.keys() - {decision.bucket for decision in plan.states}:
+    in_states = {decision.bucket for decision in plan.states}
+    for index in (index for index in updated if index not in in_states):
         bucket, size = layout.buckets[index], state_bytes.get(index, 0)
         last = last_run if plan.updates_wait else updated[index]
         touched = update_traffic_bytes(bucket, size, bucket.updated_numel(plan.stage))

@@ -411,7 +411,7 @@ def balance_updates(
 
     def end(on_host: frozenset[int]) -> float:
         if on_host not in ends:
-            buckets = [updates[number].bucket.index for number in on_host]
+            buckets = [updates[number].bucket.index for number in sorted(on_host)]
             fits = sum(needed[number] for number in on_host) <= handed.spare_bytes
             ends[on_host] = float("inf")
             if fits:

@@ -298,8 +298,7 @@ def _moments(facts: _Facts, plan: Plan, layout: BucketLayout, *, on_cpu: bool) -
             yield _Moment(end + 1, end, outside)
         for node in () if facts.by_region else run:
             if node in stay:
-                own = {storage_source(source) for source in node.all_input_nodes}
-                own.update(_outputs_of(node, facts.sizes))
+                own = dict.fromkeys([*map(storage_source, node.all_input_nodes), *_outputs_of(node, facts.sizes)])
                 apart = [s for s in own if s in facts.sizes and not _covers(stretches.get(s), begin, end)]
                 size = sum(facts.sizes[storage] for storage in apart) + gathered.get(node, 0)
                 yield _Moment(begin, end, inside + size + (workspace_bytes(node) if on_cpu else 0))

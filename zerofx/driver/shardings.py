@@ -437,7 +437,8 @@ def _add_room(shardings: Sequence[ShardingDecision], request: Request, step: Ste
             given[node] = replace(each, num_copies=request.num_copies)
     if request.why_copies:
         products = (node for node in step.calls() if ends_of(node) and node.name in given)
-        for name in {weight.name for node in products if given[node.name].sends_rows for weight in weights_of(node)}:
+        sending = (node for node in products if given[node.name].sends_rows)
+        for name in dict.fromkeys(weight.name for node in sending for weight in weights_of(node)):
             given[name] = replace(given[name], reason="; ".join(filter(None, (given[name].reason, request.why_copies))))
     return tuple(given.values())
 

@@ -213,7 +213,7 @@ def _cat(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds:
         {shape[dim] // k.groups: k.groups for k in kinds if isinstance(k, Sharded) and k.dim == dim}
         for kinds, shape in listed
     ]
-    for run in set.intersection(*(set(each) for each in runs)):
+    for run in sorted(set.intersection(*(set(each) for each in runs))):
         possible.add(Sharded(dim, sum(each[run] for each in runs)))
     return frozenset(possible)
 
