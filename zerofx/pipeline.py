@@ -34,6 +34,7 @@ from zerofx.passes.divide import Divide
 from zerofx.passes.gather import Gather
 from zerofx.passes.gradients import Gradients
 from zerofx.passes.in_place import InPlace
+from zerofx.passes.lib.message_check import check_order, order_on_links
 from zerofx.passes.lib.norm_check import check_norm
 from zerofx.passes.lib.placement_check import check_placements, whole_calls
 from zerofx.passes.merge import Merge
@@ -332,7 +333,7 @@ def run_passes(
 
     ``verbose``: whether this rank writes what ``ZEROFX_DEBUG`` asks for.
     """
-    stages = [GraphStage("capture", step.text(), None)]
+    stages, messages = [GraphStage("capture", step.text(), None)], order_on_links(step)
     peak, before = liveness(step, on_cpu).peak_bytes, op_counts(step)
     listed = [p for p in passes(layout, programs, plan, guarded=step.guarded) if p.name not in settings.disable]
     for number, entry in enumerate(listed):
@@ -344,6 +345,7 @@ def run_passes(
             verify(step, entry.name, plan if last else None)
         if settings.verify and last:
             check_norm(step, layout)
+            check_order(step, messages)
         counts, text = op_counts(step), step.text()
         # Most passes have nothing to do in most plans: what holds for a graph holds for its equal.
         after = peak if text == stages[-1].text else liveness(step, on_cpu).peak_bytes

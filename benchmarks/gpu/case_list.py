@@ -119,6 +119,7 @@ def _second(setup: Setup) -> Iterator[Case]:
     host_update = ("-m", "benchmarks.host_update", "--threads", str(setup.machine["cores"]), "--out", OUT)
     yield Case("the update on the host alone", "offload", 22, 20, (*host_update, *sizes.drive_arguments))
     peers = ("-m", "benchmarks.peers", "--shape", sizes.shape, "--groups", "sharded", "replicated", "--rounds", "2")
+    yield _tests("stages on two GPUs", 21, 60, "tests/gpu/ranks", "-k", "stages", needs=("tests/gpu/ranks", "2 GPUs"))
     needs = ("2 GPUs", *_needs(sizes.shape))
     yield Case(f"{sizes.shape}, all GPUs", "speed", 21, 180, (*peers, *_common(setup)), device_gb=70.0, needs=needs)
 

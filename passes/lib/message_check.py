@@ -11,7 +11,7 @@ at once, its wait holds until the receiver has begun to receive, and the wait of
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NoReturn
 
 from torch import fx
@@ -22,6 +22,8 @@ from zerofx.ir.facts import begun_stretch, message_number
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import stage_turns
 
+Link = tuple[int, int]
+"""Stages that send and receive: what goes from the first to the second."""
 _Post = tuple[str, int, int, object]  # "send" or "receive", sender, receiver, and which message
 
 
@@ -61,6 +63,37 @@ def check_messages(stages: Sequence[StepGraph], num_micro_batches: int, *, by_tu
                 _fail(f"stages {sender} and {receiver} {way} message {message}, where the other has {other}")
 
 
+def order_on_links(step: StepGraph) -> dict[Link, list[int | None]]:
+    """The numbers of the messages that a stage sends and receives, by link in the order of its graph; those that passes
+    have put in have none."""
+    order: dict[Link, list[int | None]] = {}
+    for node in step.calls():
+        if node.target in ops.MESSAGES:
+            assert step.pipe is not None, "messages are of stages"
+            order.setdefault(_link(node, step.pipe.number), []).append(message_number(node))
+    return order
+
+
+def check_order(step: StepGraph, checked: Mapping[Link, Sequence[int | None]]) -> None:
+    """Check that passes have left the messages of a stage in the order in which all stages' were checked.
+
+    Raises:
+        InvalidGraphError: they have moved one past another.
+    """
+    order = order_on_links(step)
+    for link, numbers in checked.items():
+        if [number for number in order.get(link, ()) if number is not None] != [*numbers]:
+            _fail(f"from stage {link[0]} to {link[1]} they are in another order than they were checked in")
+
+
+def _link(message: fx.Node, stage: int) -> Link:
+    """The link that a message which ``stage`` starts takes."""
+    sends = message.target is ops.send_value
+    peer = message.args[1 if sends else 0]
+    assert isinstance(peer, int)
+    return (stage, peer) if sends else (peer, stage)
+
+
 def _events(step: StepGraph, number: int, num_micro_batches: int, by_turns: bool) -> Iterator[tuple[_Post, bool]]:
     """The messages of a stage in order, each once as it starts and once for its wait, which is marked: turn by turn, or
     run by run, and in each run micro-batch by micro-batch."""
@@ -70,11 +103,8 @@ def _events(step: StepGraph, number: int, num_micro_batches: int, by_turns: bool
             runs.append([])
         started = node.args[0] if node.target is ops.wait else node
         if isinstance(started, fx.Node) and started.target in ops.MESSAGES:
-            sends = started.target is ops.send_value
-            peer = started.args[1 if sends else 0]
-            assert isinstance(peer, int)
-            ends = (number, peer) if sends else (peer, number)
-            runs[-1].append((("send" if sends else "receive", *ends, message_number(started)), node is not started))
+            way = "send" if started.target is ops.send_value else "receive"
+            runs[-1].append(((way, *_link(started, number), message_number(started)), node is not started))
     order: Iterable[tuple[int, int]] = itertools.product(range(len(runs)), range(num_micro_batches))
     if by_turns:
         order = itertools.chain.from_iterable(stage_turns(step, num_micro_batches, num_micro_batches))

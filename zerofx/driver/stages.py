@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from zerofx.capture.checks import device_of
 from zerofx.deferred import is_deferred
 from zerofx.driver.captures import Captures
 from zerofx.driver.prepared import Earlier, Request
@@ -21,7 +20,6 @@ from zerofx.options import CompileOptions
 from zerofx.passes.lib.draws_ahead import find_unforeseen_draw
 from zerofx.passes.lib.message_check import check_messages
 from zerofx.passes.prepare.stages import check_stages
-from zerofx.runtime.comm.collectives import is_on_cpu
 from zerofx.runtime.state.parameter_groups import group_of_parameters, histories_of
 from zerofx.scheduler.analysis.slices import slices_of_names
 from zerofx.scheduler.analysis.stages_of_nodes import own_source, weight_gradients
@@ -228,9 +226,6 @@ def chunks_of_buckets(graph: StepGraph, layout: BucketLayout) -> list[int]:
 
 def reason_against_stages(request: Request) -> str:
     """The reason why the model cannot run in stages here, although its step can be planned so; empty where it can."""
-    device = device_of(request.model)
-    if not is_on_cpu(device):
-        return f"one on {device}: on GPUs a step can be planned so (zerofx.plan), and not run yet"
     if is_deferred(request.model) and request.options.weights is None:
         return "a deferred one: make it without zerofx.empty_init(), or give weights= to read"
     return ""

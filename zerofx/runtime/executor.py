@@ -213,7 +213,7 @@ class Runtime:
 
     def send_value(self, value: torch.Tensor, to: int, *, over: str) -> Pending[torch.Tensor]:
         flat = value.as_strided((value.numel(),), (1,))
-        sent = self._transport_along(over).exchange_pieces(flat, [(to, flat)], (), 1)
+        sent = self._transport_along(over).send(flat, to)
         return Pending.from_waits(value.new_empty(0), lambda: sent.finish(flat))
 
     def receive_value(
@@ -227,7 +227,7 @@ class Runtime:
     ) -> Pending[torch.Tensor]:
         value = self._allocate(tuple(size), tuple(stride), dtype)
         flat = value.as_strided((value.numel(),), (1,))
-        received = self._transport_along(over).exchange_pieces(flat, (), [(source, flat)], 1)
+        received = self._transport_along(over).receive(flat, source)
         return Pending.from_waits(value, lambda: received.finish(flat))
 
     def gather_on_node(

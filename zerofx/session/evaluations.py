@@ -125,6 +125,7 @@ class Evaluations:
             with self._steps.allow_capture():
                 request = request_to_evaluate(self._steps.request(batch), batch, locations)
                 compiled = build_step(request, freeze_layout(taken.earlier), self._life.control).compiled
+            taken.open_links(compiled)
             lenders.agree(taken.state)
             variant = f"{locations}\n{lenders.key}"
             match = self._steps.keep(self.shapes, key, variant, compiled, batch, objective, {})

@@ -379,6 +379,7 @@ class Steps:
         self._check_built(compiled)
         tiers = self._prepare_tiers(compiled)
         if self.taken is not None:
+            self.taken.open_links(compiled)
             return compiled, self.taken
         taken = TakenOver(
             self.model, built, self.options, self.values, tiers, self.life,

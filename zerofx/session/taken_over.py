@@ -25,9 +25,11 @@ from zerofx.driver.prepared import Earlier
 from zerofx.errors import UsageError, notify
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.tensor_parts import named_parameters
+from zerofx.lowering.load import CompiledStep
 from zerofx.optimizers import Optimizers, UpdateProgram
 from zerofx.optimizers.nested import NestedOptimizer, StatesAway
 from zerofx.options import CompileOptions
+from zerofx.passes.lib.message_check import order_on_links
 from zerofx.runtime.comm.collectives import make_transport
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.comm.groups import Communicators
@@ -89,11 +91,12 @@ class TakenOver:
                 control.call_on_failure(transport.abort)
                 if not transport.breaks:
                     control.watch()
-            communicators = Communicators(transport, built.layout.mesh, built.layout.groups)
+            communicators = self._communicators = Communicators(transport, built.layout.mesh, built.layout.groups)
             self.state = TrainingState(model, built.layout, options.stage, communicators, tiers)
             self.layers = _layers(built.layout)
             if built.layout.mesh.pipe > 1:
                 self._tell_stages(control)
+                self.open_links(compiled)
             weights = values.source(self.state.parameters, device, communicators)
             with allow_replacement(model):
                 self.state.take_over(weights, compiled.plan)
@@ -121,6 +124,14 @@ class TakenOver:
         stages = [of_ranks[rank] for rank in self.layout.mesh.first_of_stages]
         self.state.tell_stages([buckets for buckets, _ in stages])
         self.layers = tuple(layer for _, layer in sorted(itertools.chain.from_iterable(each for _, each in stages)))
+
+    def open_links(self, compiled: CompiledStep) -> None:
+        """Prepare for the messages between stages of a step, or an evaluation, that has been built. Collective."""
+        if self.layout.mesh.pipe > 1:
+            control, purpose = self._life.control, "prepare for messages between stages"
+            of_ranks = control.gather([*order_on_links(compiled.lowered.graph)], purpose)
+            with control.fail_together(purpose):
+                self._communicators.open_links(sorted(set(itertools.chain.from_iterable(of_ranks))))
 
     def watch_parameters(self) -> None:
         """Watch the parameters that the model has now, and guard it where they have no values."""

@@ -3,6 +3,7 @@
 Computation runs at once. A copy or collective that is given to another stream runs only when computation, the host or a
 third stream comes to wait for it, or for something after it there; and before that, what its own stream waits for.
 So where a wait is missing, or memory is written that is still to be read, other numbers come out than without streams.
+A message between two ranks begins when a stream that has nothing else to do is given it, as its other end does then.
 Noted as races, since no number tells of them here:
 
 - memory that everybody has let go of before the work that uses it has run, unless the stream was recorded for it: the
@@ -67,6 +68,7 @@ class Streams:
                 yield
         finally:
             self._entered.stream = self.compute
+            stream.behind_compute.discard(threading.get_ident())
 
     def start(self, what: str, run: Callable[[], object]) -> Callable[[], None]:
         """A collective that starts now; returns what runs it."""
@@ -91,6 +93,33 @@ class Streams:
             stream.synchronize()
 
 
+class Messages:
+    """What one call sends and receives; what is received is written where the call ends."""
+
+    def __init__(self, operations: Sequence[Any]) -> None:
+        self._calls = [(each.op, each.peer, each.group) for each in operations]
+        self.tensors = [_alias(each.tensor) for each in operations]
+        self._received: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._works: list[Any] | None = None
+
+    def begin(self) -> None:
+        self._works = []
+        for (call, peer, group), tensor in zip(self._calls, self.tensors, strict=True):
+            moved = tensor
+            if call is dist.irecv:
+                moved = torch.empty_like(tensor)
+                self._received.append((tensor, moved))
+            self._works.append(call(moved, peer, group=group))
+
+    def end(self) -> None:
+        if self._works is None:
+            self.begin()
+        while self._works:
+            self._works.pop().wait()
+        for tensor, moved in self._received:
+            ctypes.memmove(tensor.data_ptr(), moved.data_ptr(), moved.nbytes)
+
+
 class Stream:
     """Work in order, of which the first ``num_done`` have run."""
 
@@ -98,17 +127,28 @@ class Stream:
         self.streams = streams
         self.work: list[Callable[[], None]] = []
         self.num_done = 0
-        self._behind_compute: set[int] = set()  # the host's threads that have had it wait for computation
+        self._lock: contextlib.AbstractContextManager[object] = streams.lock
+        self.behind_compute: set[int] = set()  # the host's threads that have had it wait for computation
 
-    def give(self, what: str, run: Callable[[], object], used: Sequence[torch.UntypedStorage], num_own: int) -> None:
-        """``run`` uses memory that ``num_own`` tensors made for it here have a name for, each in one of ``used``."""
-        with self.streams.lock:
+    def give(
+        self,
+        what: str,
+        run: Callable[[], object],
+        used: Sequence[torch.UntypedStorage],
+        num_own: int,
+        messages: Messages | None = None,
+    ) -> None:
+        """``run`` uses memory that ``num_own`` tensors made for it here have a name for, each in one of ``used``. It
+        ends ``messages``, if there are some."""
+        if messages is not None and self.num_done == len(self.work):
+            self._lock = contextlib.nullcontext()  # a thread's own: it waits, and others go on
+            messages.begin()
+        with self._lock:
             self.streams.num_given += 1
             if self is self.streams.compute:
                 self.streams.races.append(f"{what} runs on the stream that computes")
-            if threading.get_ident() not in self._behind_compute:
+            if threading.get_ident() not in self.behind_compute:
                 self.streams.races.append(f"{what} begins without waiting for computation")
-            self._behind_compute.discard(threading.get_ident())
 
             def checked() -> None:
                 for storage in used:
@@ -122,7 +162,7 @@ class Stream:
                 self.synchronize()
 
     def reach(self, position: int) -> None:
-        with self.streams.lock:
+        with self._lock:
             while self.num_done < position:
                 self.num_done += 1
                 work = self.work[self.num_done - 1]
@@ -142,7 +182,7 @@ class Stream:
         if self is self.streams.compute:
             other.reach(position)
         elif other is self.streams.compute:
-            self._behind_compute.add(threading.get_ident())
+            self.behind_compute.add(threading.get_ident())
         else:
             self.work.append(lambda: other.reach(position))
 
@@ -194,27 +234,45 @@ def _given(streams: Streams, call: Callable[..., Any]) -> Callable[..., None]:
     """A collective that is given to the stream that is current."""
 
     def give(*tensors: Any, **kwargs: Any) -> None:
-        own: dict[int, torch.Tensor] = {}
+        own: list[torch.Tensor] = []
 
         def alias(value: Any) -> Any:
             if isinstance(value, list | tuple):
                 return [alias(one) for one in value]
             if not isinstance(value, torch.Tensor):
                 return value
-            made = torch.empty(0, dtype=value.dtype)
-            made.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
-            own[len(own)] = made
-            return made
+            own.append(_alias(value))
+            return own[-1]
 
-        with torch.no_grad():
-            given = [alias(one) for one in tensors]
-        used = list({one.untyped_storage()._cdata: one.untyped_storage() for one in own.values()}.values())
-        most = max(sum(one.untyped_storage()._cdata == s._cdata for one in own.values()) for s in used)
+        given = [alias(one) for one in tensors]
+        used, most = _storages(own)
         own.clear()
         run = streams.start(call.__name__, lambda: call(*given, **kwargs))
         streams.current().give(call.__name__, run, used, most)
 
     return give
+
+
+def _give_messages(streams: Streams) -> Callable[[list[Any]], list[Any]]:
+    def batch_isend_irecv(operations: list[Any]) -> list[Any]:
+        messages = Messages(operations)
+        streams.current().give("a message", messages.end, *_storages(messages.tensors), messages)
+        return []
+
+    return batch_isend_irecv
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with the same memory."""
+    with torch.no_grad():
+        made = torch.empty(0, dtype=tensor.dtype)
+        return made.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _storages(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.UntypedStorage], int]:
+    """The memory of tensors, each once, and the most tensors with one."""
+    used = list({each.untyped_storage()._cdata: each.untyped_storage() for each in tensors}.values())
+    return used, max(sum(each.untyped_storage()._cdata == s._cdata for each in tensors) for s in used)
 
 
 def _nothing() -> None:
@@ -237,6 +295,7 @@ def on_streams() -> Iterator[Streams]:
         patched.setattr(distributed, "reduce_single", _given(streams, distributed.reduce_single))
         for name in ("all_to_all_single", "all_reduce", "broadcast"):
             patched.setattr(dist, name, _given(streams, getattr(dist, name)))
+        patched.setattr(dist, "batch_isend_irecv", _give_messages(streams))
         patched.setattr(collectives, "make_gloo_transport", lambda group, log, _timeout, **_: Nccl(group, CPU, log))
         patched.setattr(tiers, "ThreadCopies", lambda log: CudaCopies(CPU, log))
         yield streams

@@ -1,5 +1,5 @@
-"""What ranks that share a GPU run: each case gives what is wrong, in words. On a CPU the same, on streams that are
-played."""
+"""What ranks run that share a GPU, or have one each: each case gives what is wrong, in words. On a CPU the same, on
+streams that are played."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ import zerofx
 from tests.compiled.cuda_stand_in.streams import on_streams
 from tests.lib.devices import deterministic, moved
 from tests.lib.models import CASES, Case, batches
+from tests.lib.runs import training
 from tests.lib.runs.training import build, differences, train_compiled, train_plain
 from zerofx.runtime.comm.nccl import Nccl
 from zerofx.runtime.measure.spans import SpanLog
@@ -107,6 +109,21 @@ def offloaded(device: torch.device) -> list[str]:
     return unlike(device, "gpt", 3, {"memory_budget": int(0.9 * peak), "offload": "host", "recompute": "none"})
 
 
+def _sequences(generator: torch.Generator) -> Any:
+    ids = torch.randint(19, (8, 8), generator=generator)
+    return (ids[:, :-1], ids[:, 1:]), {}
+
+
+def in_stages(device: torch.device, accumulate: int, **options: Any) -> list[str]:
+    """Next to one process with as many micro-batches: all ranks are given one batch, and add up nothing together."""
+    case = moved(replace(CASES["gpt"], batch=_sequences), device)
+    with mock.patch.object(training, "world", return_value=(0, 1)):
+        expected = train_plain(case, STEPS, accumulate=accumulate)
+        with streams_of(device):
+            trained = train_compiled(case, 3, STEPS, accumulate=accumulate, **options)
+    return differences(expected, trained)
+
+
 def graphed(device: torch.device) -> list[str]:
     """Collectives between CUDA graphs."""
     return [line for stage in (0, 3) for line in unlike(device, "gpt", stage, {"cuda_graphs": True})]
@@ -131,6 +148,10 @@ RUNS = {
     "few bits": OnRanks(in_few_bits),
     "graphs": OnRanks(graphed, of_gpus=True),
     "on the host": OnRanks(offloaded),
+    **{
+        f"stages, {order}": OnRanks(partial(in_stages, accumulate=4, mesh={"pipe": 2}, order=order))
+        for order in ("micro-batch", "layer", "zero-bubble", "interleaved", "round-robin")
+    },
 }
 
 

@@ -1,4 +1,4 @@
-"""Several ranks on one GPU, joined by NCCL, which runs them from version 2.30 on where it is asked to."""
+"""Several ranks joined by NCCL, on a GPU each, or on one GPU: from version 2.30 on, where it is asked to."""
 
 from __future__ import annotations
 
@@ -38,13 +38,14 @@ def nccl_at_run_time() -> tuple[int, int]:
     return number.value // 10_000, number.value % 10_000 // 100
 
 
-def skip_without() -> None:
-    """Skip a test, with the reason, where one GPU cannot have several ranks."""
-    if nccl_at_run_time() < NEEDED:
+def skip_without(num_ranks: int = 2) -> None:
+    """Skip a test, with the reason, where there are fewer GPUs than ranks, and one GPU cannot have several."""
+    if nccl_at_run_time() < NEEDED and torch.cuda.device_count() < num_ranks:
         found = ".".join(map(str, nccl_at_run_time()))
         pytest.skip(
-            f"several ranks on one GPU need NCCL {'.'.join(map(str, NEEDED))} or later, found {found} (0.0: none): "
-            f"preload another with LD_PRELOAD=/path/libnccl.so.2"
+            f"{num_ranks} ranks need as many GPUs, found {torch.cuda.device_count()}, or NCCL "
+            f"{'.'.join(map(str, NEEDED))} or later, found {found} (0.0: none): preload another with "
+            f"LD_PRELOAD=/path/libnccl.so.2"
         )
 
 
@@ -56,13 +57,14 @@ def settings(device: str) -> Iterator[None]:
 
 
 def join(device: str, folder: str, num_ranks: int | None = None, rank: int | None = None) -> None:
-    """Have this rank's default group be one of NCCL's, and ``cuda:0`` its device; on a CPU nothing changes."""
+    """Have this rank's default group be one of NCCL's, and its device one of its own, or ``cuda:0`` where there are too
+    few; on a CPU nothing changes."""
     if device != "cuda":
         return
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if rank is None else (rank, num_ranks)
     dist.destroy_process_group()
-    torch.cuda.set_device(0)
     assert rank is not None and num_ranks is not None
+    torch.cuda.set_device(rank if torch.cuda.device_count() >= num_ranks else 0)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl",
         init_method=Path(folder, "of the card").as_uri(),
@@ -78,6 +80,6 @@ def _on_the_card(fn: Callable[..., T], device: str, folder: str, args: tuple[Any
 
 
 def run_on_one_card(fn: Callable[..., T], num_ranks: int, device: str, *args: Any) -> list[T]:
-    """``run_ranks(fn, num_ranks, device, *args)``, with ranks that share one GPU where ``device`` is ``"cuda"``."""
+    """``run_ranks(fn, num_ranks, device, *args)``, with ranks on GPUs, or one GPU, where ``device`` is ``"cuda"``."""
     with settings(device), tempfile.TemporaryDirectory() as folder:
         return run_ranks(_on_the_card, num_ranks, fn, device, folder, args, timeout=120.0)

@@ -1,5 +1,5 @@
-"""Ranks that share one GPU, joined by NCCL: they train what plain torch does, and one that fails or dies ends the
-others."""
+"""Ranks that share one GPU, or have one each, joined by NCCL: they train what plain torch does, and one that fails
+or dies ends the others."""
 
 from __future__ import annotations
 
@@ -34,10 +34,12 @@ def _several_ranks_on_one_gpu() -> None:
 @pytest.mark.parametrize("name", RUNS)
 def test_ranks_on_one_gpu(name: str) -> None:
     num_ranks = RUNS[name].num_ranks
+    skip_without(num_ranks)
     assert run_on_one_card(run, num_ranks, "cuda", name) == [[]] * num_ranks
 
 
 def test_communicators_overlap_where_nccl_keeps_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_without(4)
     monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     assert run_on_one_card(run, 4, "cuda", "two communicators") == [[]] * 4
 

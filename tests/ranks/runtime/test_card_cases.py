@@ -7,7 +7,8 @@ import pytest
 from tests.gpu.ranks.cases import RUNS, run
 from tests.gpu.ranks.joined import run_on_one_card
 
-SOME = ("merged gathers", "few bits", "on the host")  # the others are those of ``test_cuda_streams.py``
+SOME = ("merged gathers", "few bits", "on the host", "stages, micro-batch")
+# The others are those of ``test_cuda_streams.py`` and ``test_messages.py``.
 
 
 @pytest.mark.days(3)

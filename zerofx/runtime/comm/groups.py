@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from zerofx.ir.streams import axes_text, stream_along
 from zerofx.runtime.comm.transport import Transport
-from zerofx.scheduler.plan.mesh import Axes, Mesh
+from zerofx.scheduler.plan.mesh import PIPE, Axes, Mesh
 
 _NEVER_SENT = 2**31 - 1  # a tag that no message has
 
@@ -27,8 +27,9 @@ def destroy_with(owner: object, group: dist.ProcessGroup) -> weakref.finalize[..
     return end
 
 
-def gloo_over(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
-    """A gloo group over the ranks of ``group``; ``timeout`` is for each of its collectives. Collective itself."""
+def gloo_over(group: dist.ProcessGroup, timeout: timedelta | None) -> dist.ProcessGroup:
+    """A gloo group over the ranks of ``group``; ``timeout`` is for each of its collectives, gloo's own if None.
+    Collective itself."""
     gloo_group = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", timeout=timeout)
     assert isinstance(gloo_group, dist.ProcessGroup)
     return gloo_group
@@ -77,6 +78,10 @@ class Communicators:
             transport = world if is_world else world.split(mesh.groups(axes))
             transport.stream = stream_along(axes)
             self._over[axes_text(axes)] = transport
+
+    def open_links(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Prepare for messages from the first stage of each pair to the second. Collective, with the same ``pairs``."""
+        self.transport_along(PIPE).open_links(pairs)
 
     def transport(self, axes: str) -> Transport:
         """The transport along ``axes``, in the text form of ``zerofx/ir/streams.py``."""

@@ -1,16 +1,19 @@
-"""Collectives on CUDA: NCCL on its own stream, in one order over all communicators."""
+"""Collectives on CUDA: NCCL on its own stream, in one order over all communicators; messages go by links."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
-from zerofx.runtime.comm.groups import destroy
+from zerofx.runtime.comm.groups import close_connections, destroy, gloo_over
+from zerofx.runtime.comm.links import Link
+from zerofx.runtime.comm.same_host.channels import GlooChannel
 from zerofx.runtime.comm.transport import (
     Group,
     Groups,
@@ -41,7 +44,8 @@ class Nccl(Transport):
 
     Communicators of one device whose kernels start in another order on another rank may deadlock. So each collective
     waits for the one before it, whichever communicator that is of, unless NCCL has been asked to keep the order of
-    launches itself, which lets them overlap.
+    launches itself, which lets them overlap. Messages between two ranks alone (``send``, ``receive``) are not in that
+    order, and take no part in it (``Link``).
 
     A kernel waits forever for a rank that does not come: on hearing that one has failed, call ``abort``, from any
     thread.
@@ -67,6 +71,9 @@ class Nccl(Transport):
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self._whole = whole
         self._inner: list[Nccl] = []  # between some of these ranks
+        self._links: dict[tuple[int, int], Link | None] = {}  # None: between two other ranks
+        self._words: dist.ProcessGroup | None = None  # by which the hosts of a link meet
+        self._moving = threading.Lock()  # while a link's message moves
         self.sent_to: Counter[int] = Counter() if whole is None else whole.sent_to
         self._group = group
         self._all_groups = groups or [range(self.num_ranks)]
@@ -87,10 +94,50 @@ class Nccl(Transport):
         return self._whole or self
 
     def split(self, groups: Groups) -> Nccl:
-        inner = Nccl(self._new_group(groups), self._device, self._log, self, groups)
+        group = self._new_group(groups)
+        assert group is not None, "each rank is in one of them"
+        inner = Nccl(group, self._device, self._log, self, groups)
         self._inner.append(inner)
         self.notice = "" if self._in_order else _ONE_BY_ONE
         return inner
+
+    def open_links(self, pairs: Sequence[tuple[int, int]]) -> None:
+        world = self._world
+        world._words = world._words or gloo_over(world._group, distributed.group_timeout(world._group))
+        for pair in pairs:
+            if pair in self._links:
+                continue
+            ends = [[members[place] for place in pair] for members in self._all_groups]
+            self._links[pair], group = None, world._new_group(ends)
+            if group is not None:
+                sends, peer = pair[0] == self.rank, self._numbers[sum(pair) - self.rank]
+                words, tag = GlooChannel(world._words, peer), 3 * len(self._links)
+                link = Link(group, self._device, self._log, words, tag, world._moving, sends=sends)
+                self._links[pair] = link
+                # Its communicator is made with its first message: here, where nothing waits.
+                link.start(self._flag.view(1), self.stream).finish(None)
+
+    def send(self, value: torch.Tensor, receiver: int) -> Pending[torch.Tensor]:
+        pending = self._start_message((self.rank, receiver), value)
+        self.sent_to[self._numbers[receiver]] += value.nbytes
+        return pending
+
+    def receive(self, into: torch.Tensor, sender: int) -> Pending[torch.Tensor]:
+        return self._start_message((sender, self.rank), into)
+
+    def _start_message(self, pair: tuple[int, int], value: torch.Tensor) -> Pending[torch.Tensor]:
+        self.check_reachable()
+        link = self._links[pair]
+        assert link is not None, "this rank is at one end"
+        pending = link.start(value, self.stream)
+
+        def wait() -> None:
+            try:
+                pending.finish(None)
+            finally:
+                self.check_reachable()  # what a link is given up with says less
+
+        return Pending.from_waits(value, wait)
 
     def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor) -> Pending[torch.Tensor]:
         return self._start_gather(full, shard, "all", self.num_ranks)
@@ -188,6 +235,8 @@ class Nccl(Transport):
     def settle(self) -> None:
         for transport in (self, *self._inner):
             torch.cuda.current_stream(self._device).wait_stream(transport._stream)
+            for link in transport._own_links:
+                link.settle()
 
     def abort(self) -> None:
         """Abort all communicators: running collectives end here, with any values, and none is started any more.
@@ -198,7 +247,10 @@ class Nccl(Transport):
             return
         self._world._failed = True
         for transport in (self, *self._inner):
-            for group in (transport._group, *transport._groups.values()):
+            if transport._words is not None:
+                close_connections(transport._words)
+            of_links = (link.group for link in transport._own_links)
+            for group in (transport._group, *transport._groups.values(), *of_links):
                 with contextlib.suppress(RuntimeError):  # of a device that has failed too
                     distributed.abort(group, self._device)
         with contextlib.suppress(RuntimeError):
@@ -209,8 +261,17 @@ class Nccl(Transport):
         if self._world._failed:
             return
         self._stream.synchronize()
-        destroy([*self._groups.values(), *([] if self._whole is None else [self._group])])
+        for link in self._own_links:
+            link.close()
+        groups = [*self._groups.values(), *(link.group for link in self._own_links)]
+        groups += [group for group in (self._words, None if self._whole is None else self._group) if group is not None]
+        destroy(groups)
         self._groups.clear()
+
+    @property
+    def _own_links(self) -> list[Link]:
+        """Those that this rank is at one end of."""
+        return [link for link in self._links.values() if link is not None]
 
     def _start_gather(self, full: torch.Tensor, shard: torch.Tensor, group: Group, size: int) -> Pending[torch.Tensor]:
         members = self._group_of(group, size)
@@ -239,11 +300,13 @@ class Nccl(Transport):
         if (group, size) not in self._groups:
             places = {tuple(members_of(group, rank, size, self.num_ranks)) for rank in range(self.num_ranks)}
             within = [[members[place] for place in own] for members in self._all_groups for own in sorted(places)]
-            self._groups[group, size] = self._world._new_group(within)
+            own = self._world._new_group(within)
+            assert own is not None, "each rank is in one of them"
+            self._groups[group, size] = own
         return self._groups[group, size]
 
-    def _new_group(self, groups: Groups) -> dist.ProcessGroup:
-        """Create all ``groups`` on all ranks, with the user's timeout; returns this rank's."""
+    def _new_group(self, groups: Groups) -> dist.ProcessGroup | None:
+        """Create all ``groups`` on all ranks, with the user's timeout; returns this rank's, None if it is in none."""
         self.check_reachable()
         backend, timeout = distributed.backend_for(self._group, self._device), distributed.group_timeout(self._group)
         everyone, own = dist.get_process_group_ranks(self._group), None
@@ -251,7 +314,7 @@ class Nccl(Transport):
             new_group = dist.new_group([everyone[rank] for rank in members], timeout=timeout, backend=backend)
             if self.rank in members:
                 own = new_group
-        assert isinstance(own, dist.ProcessGroup)
+        assert own is None or isinstance(own, dist.ProcessGroup)
         return own
 
     def _start(

@@ -121,6 +121,20 @@ class Transport(Protocol):
         those between two ranks in the same order on both, and ``most`` of them between any two. What a rank sends to
         itself is copied."""
 
+    def open_links(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Prepare for messages from the first rank of each pair to the second. Collective, of all ranks, with the same
+        ``pairs``."""
+        return
+
+    def send(self, value: torch.Tensor, receiver: int) -> Pending[torch.Tensor]:
+        """Start to send a flat tensor, held until the wait, to a rank of the group. That receives what this one sends
+        in the order in which it is sent."""
+        return self.exchange_pieces(value, [(receiver, value)], (), 1)
+
+    def receive(self, into: torch.Tensor, sender: int) -> Pending[torch.Tensor]:
+        """Start to receive a flat tensor that a rank of the group sends."""
+        return self.exchange_pieces(into, (), [(sender, into)], 1)
+
     def shift(self, value: torch.Tensor) -> Pending[torch.Tensor]:
         """Send a tensor to the next rank, the last rank's to the first; the result is the previous rank's."""
 

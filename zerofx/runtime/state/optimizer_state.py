@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 from weakref import WeakMethod
 
@@ -21,7 +22,15 @@ from zerofx.optimizers.whole.states import copy_entry, join_tensors
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.comm.stages import is_first_of_stage
 from zerofx.runtime.state.state import TrainingState
+from zerofx.torch_private.operators import pytree
 from zerofx.torch_private.optimizers import members_with_state_hooks
+
+
+@dataclass(frozen=True)
+class _OnDevice:
+    """Values of a tensor on the device, as another rank, whose device has another number, takes them."""
+
+    values: torch.Tensor
 
 
 class _StatesElsewhere(StatesAway):
@@ -186,9 +195,18 @@ class OptimizerState:
             return
         names = {id(tensor): name for name, tensor in self._state.parameters.items()}
         own = {names[id(parameter)]: entry for parameter, entry in states.items()}
-        sent = own if is_first_of_stage(self._control, mesh) else {}
-        for of_rank in self._control.gather(sent, "gather the optimizer's states"):
-            states.update({self._state.parameter(name): of_rank[name] for name in of_rank.keys() - own.keys()})
+        sent, device = own if is_first_of_stage(self._control, mesh) else {}, self._state.device
+
+        def pack(leaf: Any) -> Any:
+            is_there = isinstance(leaf, torch.Tensor) and leaf.device.type == device.type
+            return _OnDevice(leaf.cpu()) if is_there else leaf
+
+        def unpack(leaf: Any) -> Any:
+            return leaf.values.to(device) if isinstance(leaf, _OnDevice) else leaf
+
+        for of_rank in self._control.gather(pytree.tree_map(pack, sent), "gather the optimizer's states"):
+            others = {name: of_rank[name] for name in of_rank.keys() - own.keys()}
+            states.update({self._state.parameter(name): pytree.tree_map(unpack, e) for name, e in others.items()})
 
     def _gather(self, bucket: Bucket, states: defaultdict[torch.Tensor, Any], *, as_computed: bool) -> None:
         """Add the whole states of a bucket's parameters to ``states``."""
