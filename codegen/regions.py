@@ -162,11 +162,11 @@ def _used_outside(node: fx.Node, number: int, run_of: dict[fx.Node, int]) -> boo
 
 
 def _key(region: Region) -> str:
-    names = {node: f"x{i}" for i, node in enumerate(region.inputs)}
+    names = {node: BareText(f"x{i}") for i, node in enumerate(region.inputs)}
     lines = [_describe(value(node)) for node in region.inputs]
     for i, node in enumerate(region.nodes):
-        names[node] = f"v{i}"
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: BareText(names[n]))
+        names[node] = BareText(f"v{i}")
+        args, kwargs = fx.map_arg((node.args, node.kwargs), names.__getitem__)
         lines.append(f"v{i} = {target_name(node)} {args} {kwargs} : {_describe(value(node))}")
     lines.append(" ".join(names[node] for node in region.outputs))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

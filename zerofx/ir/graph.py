@@ -292,7 +292,11 @@ class StepGraph:
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         for node in self.graph.nodes:
-            copy = copies[node] = graph.node_copy(node, copies.__getitem__)
+            # Arguments that a node is made with are searched for symbolic numbers, which takes most of the time.
+            copy = copies[node] = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+            copy.args = fx.map_arg(node.args, copies.__getitem__)
+            if node.kwargs:
+                copy.kwargs = fx.map_arg(node.kwargs, copies.__getitem__)
             if copy.name != node.name:
                 copy.name = node.name
             copy.meta = dict(node.meta)
