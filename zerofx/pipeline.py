@@ -325,16 +325,11 @@ def run_passes(
     layout: BucketLayout,
     programs: Mapping[int, UpdateProgram],
     settings: Settings,
-    *,
-    on_cpu: bool,
-    verbose: bool,
-) -> tuple[GraphStage, ...]:
-    """Run all passes on ``step`` in place; returns the captured graph and the graph after each pass.
-
-    ``verbose``: whether this rank writes what ``ZEROFX_DEBUG`` asks for.
-    """
-    stages, messages = [GraphStage("capture", step.text(), None)], order_on_links(step)
-    peak, before = liveness(step, on_cpu).peak_bytes, op_counts(step)
+    after: Callable[[str, float], None] = lambda *_: None,
+) -> None:
+    """Run all passes on ``step`` in place, and verify it as the settings say; ``after`` is told of each pass, and of
+    the seconds that it took."""
+    messages = order_on_links(step)
     listed = [p for p in passes(layout, programs, plan, guarded=step.guarded) if p.name not in settings.disable]
     for number, entry in enumerate(listed):
         began = time.perf_counter()
@@ -346,14 +341,39 @@ def run_passes(
         if settings.verify and last:
             check_norm(step, layout)
             check_order(step, messages)
+        after(entry.name, seconds)
+
+
+def trace_passes(
+    step: StepGraph,
+    plan: Plan,
+    layout: BucketLayout,
+    programs: Mapping[int, UpdateProgram],
+    settings: Settings,
+    *,
+    on_cpu: bool,
+    verbose: bool,
+) -> tuple[GraphStage, ...]:
+    """``run_passes``, which takes much longer with the captured graph and the graph after each pass, as they are
+    returned.
+
+    ``verbose``: whether this rank writes what ``ZEROFX_DEBUG`` asks for.
+    """
+    stages = [GraphStage("capture", step.text(), None)]
+    peak, before = liveness(step, on_cpu).peak_bytes, op_counts(step)
+
+    def add(name: str, seconds: float) -> None:
+        nonlocal peak, before
         counts, text = op_counts(step), step.text()
         # Most passes have nothing to do in most plans: what holds for a graph holds for its equal.
-        after = peak if text == stages[-1].text else liveness(step, on_cpu).peak_bytes
-        report = PassReport(entry.name, dict(counts - before), dict(before - counts), peak, after, seconds)
-        stages.append(GraphStage(entry.name, text, report))
-        peak, before = after, counts
+        now = peak if text == stages[-1].text else liveness(step, on_cpu).peak_bytes
+        report = PassReport(name, dict(counts - before), dict(before - counts), peak, now, seconds)
+        stages.append(GraphStage(name, text, report))
+        peak, before = now, counts
         if verbose and settings.debug:
             _write_report(report, settings.debug)
+
+    run_passes(step, plan, layout, programs, settings, add)
     if verbose and settings.debug >= 5:
         sys.stderr.write("\n\n".join(map(str, stages)) + "\n")
     return tuple(stages)

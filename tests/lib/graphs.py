@@ -26,7 +26,7 @@ from zerofx.passes.prepare.accumulate import accumulate
 from zerofx.passes.prepare.scale_loss import ScaleLoss
 from zerofx.passes.prepare.simplify import simplify
 from zerofx.passes.prepare.slice import slice_parameters
-from zerofx.pipeline import GraphStage, passes, run_passes
+from zerofx.pipeline import GraphStage, passes, trace_passes
 from zerofx.runtime.state.parameter_groups import group_of_parameters
 from zerofx.scheduler.analysis.slices import Slices, slices_of_names
 from zerofx.scheduler.cost.machine import Machine
@@ -234,7 +234,7 @@ class Prepared:
 
     def run_pipeline(self, **changed: object) -> tuple[GraphStage, ...]:
         """The pipeline itself, with every check after every pass."""
-        return run_passes(
+        return trace_passes(
             self.step, self.plan, self.layout, self.programs, settings(**changed), on_cpu=True, verbose=True
         )
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 
 from zerofx.codegen.arena import plan_arena
 from zerofx.codegen.emit import EmittedStep, emit
@@ -11,7 +12,7 @@ from zerofx.codegen.regions import Instruction, cut
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.graph import StepGraph
 from zerofx.optimizers import UpdateProgram
-from zerofx.pipeline import GraphStage, run_passes
+from zerofx.pipeline import GraphStage, run_passes, trace_passes
 from zerofx.progress import watch_progress
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.simulate import Simulation, predict
@@ -23,23 +24,38 @@ from zerofx.units import format_bytes, format_seconds, tiers_text
 
 @dataclass(frozen=True)
 class LoweredStep:
-    """One step for one batch shape on one rank, as a graph and as source: everything known without running it."""
+    """One step for one batch shape on one rank, as a graph and as source: everything known without running it.
+
+    ``trace`` carries the plan out once more, for who asks for the graph after each pass.
+    """
 
     graph: StepGraph
     plan: Plan
     instructions: tuple[Instruction, ...]
     simulation: Simulation
-    stages: tuple[GraphStage, ...]
     emitted: EmittedStep
+    trace: Callable[[], tuple[GraphStage, ...]] = field(repr=False, compare=False)
+
+    @cached_property
+    def stages(self) -> tuple[GraphStage, ...]:
+        """The captured graph and the graph after each pass."""
+        return self.trace()
 
 
 def lower(
-    step: StepGraph, plan: Plan, layout: BucketLayout, programs: Mapping[int, UpdateProgram], target: Target
+    captured: StepGraph, plan: Plan, layout: BucketLayout, programs: Mapping[int, UpdateProgram], target: Target
 ) -> LoweredStep:
-    """Carry out ``plan`` on a captured graph, which is edited in place, and predict the outcome for ``target``."""
-    machine = target.machine
+    """Carry out ``plan`` on a captured graph, which stays as it is, and predict the outcome for ``target``."""
+    machine, tells = target.machine, target.verbose and target.settings.debug > 0
+    trace = partial(
+        trace_passes, plan=plan, layout=layout, programs=programs, settings=target.settings, on_cpu=target.on_cpu,
+        verbose=tells,
+    )  # fmt: skip
+    step = captured.clone()
     with watch_progress("carrying out the plan", show=target.verbose):
-        stages = run_passes(step, plan, layout, programs, target.settings, on_cpu=target.on_cpu, verbose=target.verbose)
+        stages = trace(step) if tells else ()
+        if not tells:
+            run_passes(step, plan, layout, programs, target.settings)
         instructions = cut(step)
         simulation = simulate_step(step, instructions, layout, target)
         if target.arena:
@@ -50,7 +66,9 @@ def lower(
         plan = plan.with_prediction(predict(step, plan, layout, simulation))
         scalars = {index: program.scalars for index, program in programs.items()}
         emitted = emit(step, instructions, simulation.live, _header(plan, machine), scalars)
-    return LoweredStep(step, plan, instructions, simulation, stages, emitted)
+    return LoweredStep(
+        step, plan, instructions, simulation, emitted, lambda: stages if tells else trace(captured.clone())
+    )
 
 
 def _header(plan: Plan, machine: Machine) -> str:

@@ -268,7 +268,7 @@ class _Tuner:
         prepared = self._prepared
         captured = prepared.graph_for(result.plan)
         target = replace(target_of(prepared), verbose=False).replace_costs(result.costs, prepared.request.mesh)
-        lowered = lower(captured.clone(), result.plan, prepared.layout, prepared.programs, target)
+        lowered = lower(captured, result.plan, prepared.layout, prepared.programs, target)
         training = self._training
         what = f"{type(training.model).__name__} with {training.optimizers.name}, times from measured costs"
         saved = SavedPlan.from_lowered(lowered, self._machine, what)

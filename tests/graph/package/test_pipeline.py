@@ -114,7 +114,7 @@ def test_level_3_says_the_schedule_and_4_the_source(
 
 def test_only_the_rank_that_talks_prints(capsys: pytest.CaptureFixture[str]) -> None:
     prepared = prepare()
-    zerofx.pipeline.run_passes(
+    zerofx.pipeline.trace_passes(
         prepared.step, prepared.plan, prepared.layout, prepared.programs, settings(debug=5), on_cpu=True,
         verbose=False,
     )  # fmt: skip

@@ -129,7 +129,7 @@ def load(request: Request, captures: Captures, recalled: CacheHit, control: Cont
 
     @functools.cache
     def details() -> LoweredStep:
-        captured = graphs.graph(plan.num_micro_batches, by_layer=plan.by_layer).clone()
+        captured = graphs.graph(plan.num_micro_batches, by_layer=plan.by_layer)
         lowered = lower(captured, plan, layout, programs, target.add_measured(step.measured))
         assert lowered.emitted == step.program.emitted, "what was kept is what its captured graph leads to"
         return apply_memory(lowered, layout, step.memory, in_arena=target.arena)[0]
