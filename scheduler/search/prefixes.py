@@ -8,6 +8,8 @@ compared with the budget is that of the step which will run.
 
 from __future__ import annotations
 
+import math
+import operator
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -42,14 +44,18 @@ class Prefixes:
         count: Callable[[], object] = lambda: None,
     ) -> None:
         self._question, self._rehearsal, self.name, self._count = question, rehearsal, name, count
-        self._items = items
+        self._items, self._first = items, first
         self._moves = order_moves([item.levels for item in self._items])
         self._freed = list(accumulate((move.freed_bytes for move in self._moves), initial=0))
-        self._tried: dict[int, tuple[Held, Plan]] = {0: first.try_length(0)} if first is not None else {}
+        of_states = (move.freed_bytes * (items[move.item].kind == "states") for move in self._moves)
+        self._states = list(accumulate(of_states, operator.sub, initial=question.bytes_of_states))
+        self._tried: dict[int, tuple[Held, Plan]] = {}
         self._fitting = 0
 
     def try_length(self, length: int) -> tuple[Held, Plan]:
         """Peak memory and plan of the first ``length`` moves."""
+        if length == 0 and self._first is not None:
+            return self._first.try_length(0)
         if length not in self._tried:
             self._count()
             plan, carried_out = plan_of(self._question, self._items, self._moves[:length])
@@ -71,21 +77,26 @@ class Prefixes:
         return self._bytes(len(self._moves))
 
     @property
-    def firm_bytes(self) -> int:
-        """Bytes that every length holds at least: fewer moves keep all that is held at the peak after all of them, but
-        for values that are computed again there."""
-        return self.try_length(len(self._moves))[0].firm_bytes
+    def known_bytes(self) -> int:
+        """Bytes that are known to be needed: the peak after all moves, or where that has not been tried the states."""
+        return self.last_bytes if len(self._moves) in self._tried else self._states[-1]
 
-    def lowest(self) -> tuple[int, Plan]:
+    def may_fit(self, budget: int) -> bool:
+        """False if every length holds more: fewer moves keep all that is held at the peak after all of them, but for
+        values that are computed again there."""
+        return self._states[-1] <= budget and self.try_length(len(self._moves))[0].firm_bytes <= budget
+
+    def lowest(self, limit: float = math.inf) -> tuple[int, Plan]:
         """The least peak, and its plan, of some lengths of the whole order, and around the best of them.
 
-        What a length holds firmly, all shorter ones do: they are looked at as long as that is less than the best.
+        What a length holds firmly, all shorter ones do: they are looked at as long as that is less than the best, and
+        within ``limit``.
         """
         last = len(self._moves)
         gap = max(1, last // _SCANNED)
         tried = {last: self._bytes(last)}
         best = length = last
-        while length > 0 and self.try_length(length)[0].firm_bytes < tried[best]:
+        while length > 0 and (firm := self.try_length(length)[0].firm_bytes) < tried[best] and firm <= limit:
             length = max(0, length - gap)
             tried[length] = self._bytes(length)
             best = min(tried, key=lambda n: (tried[n], n))
@@ -121,9 +132,10 @@ class Prefixes:
     def _shortest(self, budget: int) -> int | None:
         low = num_free(self._items, self._moves) if self._question.inlines else 0
         high = len(self._moves)
-        if self._bytes(low) <= budget:
+        # States that stay on the device are there at every position, which no plan need be made to see.
+        if self._states[low] <= budget and self._bytes(low) <= budget:
             return low
-        if self._bytes(high) > budget:
+        if self._states[high] > budget or self._bytes(high) > budget:
             return None
         near: Sequence[int] = (low, high)
         tried = 0
@@ -152,6 +164,7 @@ class Prefixes:
         return bisect_left(self._freed, wanted)
 
 
-def least(orders: Sequence[Prefixes]) -> list[tuple[int, Plan]]:
-    """The least peak, and its plan, of the order whose last length is the least; empty where there are no orders."""
-    return [min(orders, key=lambda order: order.last_bytes).lowest()] if orders else []
+def least(orders: Sequence[Prefixes], limit: float = math.inf) -> list[tuple[int, Plan]]:
+    """The least peak, and its plan, of the order whose last length is the least, where only what is within ``limit`` is
+    looked for; empty where there are no orders."""
+    return [min(orders, key=lambda order: order.last_bytes).lowest(limit)] if orders else []

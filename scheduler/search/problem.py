@@ -65,13 +65,19 @@ class BudgetMissedError(MemoryBudgetError):
 
 
 def needs_least(refusals: Sequence[BudgetMissedError]) -> BudgetMissedError:
-    """The refusal of the way that needs the fewest bytes; none is explained for that where there is but one."""
-    return refusals[0] if len(refusals) == 1 else min(refusals, key=lambda refusal: refusal.least_bytes)
+    """The refusal of the way that needs the fewest bytes; which of several that is, is found where it is asked for."""
+    return _choose(refusals, min)
 
 
 def needs_most(refusals: Sequence[BudgetMissedError]) -> BudgetMissedError:
-    """The refusal of the part that needs the most bytes, of several that all have to fit; explained likewise."""
-    return refusals[0] if len(refusals) == 1 else max(refusals, key=lambda refusal: refusal.least_bytes)
+    """The refusal of the part that needs the most bytes, of several that all have to fit; found likewise."""
+    return _choose(refusals, max)
+
+
+def _choose(refusals: Sequence[BudgetMissedError], which: Callable[..., BudgetMissedError]) -> BudgetMissedError:
+    if len(refusals) == 1:
+        return refusals[0]
+    return BudgetMissedError(explain=lambda: which(refusals, key=lambda refusal: refusal.least_bytes))
 
 
 def first_that_fits(candidates: Iterable[C], plan: Callable[[C], T]) -> T:

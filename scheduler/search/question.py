@@ -102,8 +102,15 @@ class Question:
         return self.facts.machine
 
     @property
+    def bytes_of_states(self) -> int:
+        """Bytes of states and masters that are on the device before any move."""
+        away = {bucket.index for bucket in (*self.delayed, *self.levels_where_fixed)}
+        return sum(num_bytes for index, num_bytes in self.state_bytes.items() if index not in away)
+
+    @property
     def leanings(self) -> tuple[Leaning, ...]:
-        """The ways to hold fewer activations; the joint one chooses for each tensor."""
+        """The ways to hold fewer activations; the joint one chooses for each tensor. What turns hand on is not
+        offloaded: there it is the one that offloads the rest."""
         if self.recompute and self.tiers:
-            return ("joint", "recompute", "offload")
+            return ("joint", "recompute") if self.step.is_ahead else ("joint", "recompute", "offload")
         return ("offload",) if self.tiers else ("recompute",)

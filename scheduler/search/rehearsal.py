@@ -5,10 +5,11 @@ Of peak memory there is also a lower bound for all shorter prefixes of the same 
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
 from torch import fx
 
@@ -19,7 +20,7 @@ from zerofx.ir import ops
 from zerofx.ir.aliasing import is_view
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.edit import consumers
-from zerofx.ir.facts import copied_from
+from zerofx.ir.facts import Phase, Role, copied_from, origin, placeholder
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.operators.operator import Traffic
 from zerofx.ir.operators.table import facts_of
@@ -156,36 +157,51 @@ _BRINGING: Final = frozenset({ops.reload, ops.all_gather, ops.gather_on_node, ga
 
 @dataclass(frozen=True)
 class Held:
-    """The device's peak in bytes, and ``firm_bytes`` of it: what stays between steps, and values that were computed
-    before the peak's node and are read after it; not those that are recomputed, gathered or reloaded, nor those that
-    are only there for what shorter prefixes do elsewhere, or not at all."""
+    """The device's peak in bytes, and ``firm_bytes``, below which no plan of fewer moves can be."""
 
     peak_bytes: int
     firm_bytes: int
 
 
 def peak_memory(step: StepGraph, live: Liveness) -> Held:
-    """Peak bytes of ``step``, whose bytes are ``live``, and the part that shorter prefixes hold too."""
-    peak = live.peak_node
-    if peak is None:
-        return Held(live.peak_bytes, live.peak_bytes)
-    nodes = next((nodes for nodes in live.compiled if peak in nodes), (peak,))
-    freed = live.compiled[nodes].freed if nodes in live.compiled else frozenset()
+    """Peak bytes of ``step``, whose bytes are ``live``, and the most that plans of fewer moves hold at some node too.
+
+    They hold there what stays between steps, values that were computed before and are read there or later, and the
+    weights that the node reads; not what is recomputed, gathered or reloaded for others, nor what is only there for
+    what shorter prefixes do elsewhere, or not at all. A region is one node here, without what it holds inside.
+    """
     order = step.positions()
-    begin = order[nodes[0]]
-    firm = live.persistent_bytes
-
-    def is_wanted(owner: fx.Node) -> bool:
-        """True if a value that every shorter prefix has, too, is read at the peak or later.
-
-        What is computed again is not in all of them, and a buffer gets its next value after what reads the one before.
-        """
-        later = (reader for reader in consumers(owner) if order[reader] >= begin and copied_from(reader) is None)
-        return any(facts_of(reader.target).traffic is not Traffic.OVERWRITES for reader in later)
-
+    begins = {node: order[nodes[0]] for nodes in live.compiled for node in nodes}
+    changes = [0] * (len(order) + 1)
     for storage, size in live.sizes.items():
-        owner, last_use = storage[0], live.last_use.get(storage)
-        is_there = order[owner] < begin and (last_use is None or order[last_use] >= begin) and storage not in freed
-        if is_there and copied_from(owner) is None and owner.target not in _BRINGING and is_wanted(owner):
-            firm += size
-    return Held(live.peak_bytes, firm)
+        owner, is_weight = storage[0], _brings_weights(storage[0])
+        if copied_from(owner) is not None or (owner.target in _BRINGING and not is_weight):
+            continue
+        # What is computed again is not in all of them, and a buffer gets its next value after what reads the last.
+        read = {
+            begins.get(reader, order[reader])
+            for reader in consumers(owner)
+            if copied_from(reader) is None
+            and facts_of(reader.target).traffic is not Traffic.OVERWRITES
+            and not (is_weight and origin(reader).phase is Phase.UPDATE)
+        }
+        freed_by = live.last_use.get(storage, step.output)  # of several results each has its own last reader
+        end = begins.get(freed_by, order[freed_by])
+        for first, last in (
+            [(at, at) for at in sorted(read)] if is_weight else [(order[owner] + 1, max(read, default=0))]
+        ):
+            if first <= (last := min(last, end)):
+                changes[first] += size
+                changes[last + 1] -= size
+    held = itertools.accumulate(changes)
+    at_nodes = (num for (node, at), num in zip(order.items(), held, strict=False) if begins.get(node, at) == at)
+    return Held(live.peak_bytes, live.persistent_bytes + max(at_nodes, default=0))
+
+
+def _brings_weights(owner: fx.Node) -> bool:
+    """True for what gathers a bucket, or brings one up that waits in a slower tier."""
+    source: Any = owner
+    while source.target in (ops.reload, ops.wait):
+        source = source.args[0]
+    is_up = source is not owner and source.op == "placeholder" and placeholder(source).role in (Role.FULL, Role.SHARD)
+    return is_up or source.target in (ops.all_gather, ops.gather_on_node)

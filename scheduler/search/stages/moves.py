@@ -56,12 +56,12 @@ class Moves:
             orders.append(order)
             plan = order.find_plan(budget)
             fitting += [plan] if plan is not None else []
-            came_to = "one fits" if plan is not None else f"at least {format_bytes(order.last_bytes)}"
+            came_to = "one fits" if plan is not None else f"at least {format_bytes(order.known_bytes)}"
             rest.say(f"{order.name}: {order.num_tried} lengths of {order.num_moves} moves tried, {came_to}")
         if not fitting:
             # What is computed again for few bytes at the end of an order can itself be the peak.
-            within_reach = [order for order in orders if order.firm_bytes <= budget]
-            fitting = [plan for num_bytes, plan in least(within_reach) if num_bytes <= budget]
+            within_reach = [order for order in orders if order.may_fit(budget)]
+            fitting = [plan for num_bytes, plan in least(within_reach, budget) if num_bytes <= budget]
         if not fitting:
             raise OutOfReachError(orders)
         plans = [rest.plan(replace(problem, plan=plan)) for plan in fitting]

@@ -271,12 +271,13 @@ class Tabled(nn.Module):
         return x.square().mean()
 
 
-def test_what_all_moves_hold_firmly_every_shorter_length_holds() -> None:
+@pytest.mark.parametrize("options", [{}, {"offload": "host"}, {"offload": "host", "backend": "inductor"}], ids=str)
+def test_what_all_moves_hold_firmly_every_shorter_length_holds(options: dict[str, str]) -> None:
     with mock.patch.object(Prefixes, "find_plan", autospec=True, side_effect=Prefixes.find_plan) as fitting:
-        least_bytes(Tabled(), (torch.randn(16, 8),), tile="none")
+        least_bytes(Tabled(), (torch.randn(16, 8),), tile="none", **options)
     orders = [call.args[0] for call in fitting.call_args_list]
     assert any(order.num_moves > 5 for order in orders)
     for order in orders:
         lengths = [order.try_length(length)[0] for length in range(order.num_moves + 1)]
         for number, held in enumerate(lengths):
-            assert all(held.firm_bytes <= shorter.peak_bytes for shorter in lengths[:number]), (order.name, number)
+            assert all(held.firm_bytes <= shorter.peak_bytes for shorter in lengths[: number + 1]), (order.name, number)
