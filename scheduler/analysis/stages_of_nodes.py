@@ -22,8 +22,9 @@ from torch import fx
 from zerofx.errors import UsageError
 from zerofx.ir import ops
 from zerofx.ir.aliasing import aliased_input, is_view, mutated_inputs
+from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.edit import consumers
-from zerofx.ir.facts import Phase, Role, is_random, origin, placeholder
+from zerofx.ir.facts import Phase, Role, chunk_of, is_random, origin, placeholder
 from zerofx.ir.graph import StepGraph
 
 EVERYWHERE = -1
@@ -277,3 +278,22 @@ def _read_elsewhere(step: StepGraph, homes: Mapping[fx.Node, int], stage: int) -
         elif place != stage:
             values[node] = None
     return values
+
+
+def chunks_of_buckets(graph: StepGraph, layout: BucketLayout) -> list[int]:
+    """The chunk of each trained bucket of a stage: that of the first node that reads a parameter of it. ``graph``: of
+    one micro-batch, with whole parameters."""
+    first = dict[str, int]()
+    for node in graph.calls():
+        chunk = chunk_of(node)
+        for source in node.all_input_nodes if chunk is not None else ():
+            owner = own_source(source)
+            if owner.op == "placeholder" and chunk is not None:
+                first.setdefault(placeholder(owner).name, chunk)
+    pipe = graph.pipe
+    assert pipe is not None, "a step in stages"
+    return [
+        min((first[name] for slot in bucket.slots if (name := slot.whole or slot.name) in first), default=pipe.number)
+        for bucket in layout.buckets
+        if bucket.trainable
+    ]

@@ -39,19 +39,29 @@ _MESSAGES = (ops.send_value, ops.receive_value)
 
 @dataclass(frozen=True)
 class Structure:
-    """A stage as it is planned: ``text`` without names, of the ``graph``, its buckets and updates, and the ``names`` in
-    the order in which they come there. Stages of equal text are alike."""
+    """A stage as it is planned."""
 
     prepared: Prepared
     graph: StepGraph
-    text: str
-    names: tuple[str, ...]
 
     @staticmethod
     def of(prepared: Prepared, plan: Plan) -> Structure:
         """The structure of the step that has been prepared, in the variant that ``plan`` is for."""
         prepared = prepared.adapt_to(plan)
-        return _Reader(prepared.graph_for(plan)).read(prepared)
+        return Structure(prepared, prepared.graph_for(plan))
+
+    def is_like(self, other: Structure) -> bool:
+        """True if the stages are alike: their graphs, buckets and updates have one text without names."""
+        return len(self.graph.graph.nodes) == len(other.graph.graph.nodes) and self._read[0] == other._read[0]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all that, in the order in which they come in the text."""
+        return self._read[1]
+
+    @cached_property
+    def _read(self) -> tuple[str, tuple[str, ...]]:
+        return _Reader(self.graph).read(self.prepared)
 
     def names_with_plan(self, plan: Plan) -> list[str]:
         """The names of all nodes once tiles and recomputation are carried out, in order."""
@@ -68,7 +78,7 @@ class _Reader:
         self._graph = graph
         self._places: dict[str, int] = {}
 
-    def read(self, prepared: Prepared) -> Structure:
+    def read(self, prepared: Prepared) -> tuple[str, tuple[str, ...]]:
         graph, numbers = self._graph, dict[fx.Node, Number]()
         lines = []
         for node in graph.graph.nodes:
@@ -81,7 +91,7 @@ class _Reader:
         for updates in prepared.updates:
             lines += [f"{index}: {program.text}" for index, program in sorted(updates.items())]
         lines.append(repr((graph.num_micro_batches, graph.by_layer, graph.num_before, graph.guarded, graph.num_extras)))
-        return Structure(prepared, graph, "\n".join(lines), tuple(self._places))
+        return "\n".join(lines), tuple(self._places)
 
     def _arguments(self, node: fx.Node) -> tuple[Any, ...]:
         """A node's arguments, where a message says only whether the stage at its other end is an earlier one."""
@@ -121,7 +131,7 @@ class KnownStage:
     def plan_for(self, other: Structure) -> Plan | None:
         """The plan of this stage for another; None where they are not alike."""
         own, graph = self.lowered.plan, other.graph
-        if own.slices or graph.takes_turns or other.text != self.structure.text:
+        if graph.takes_turns or not self.structure.is_like(other):
             return None
         blank = undecided(graph, other.prepared.layout, own.stage, own.precision, own.machine)
         names = dict(zip(self.structure.names, other.names, strict=True))

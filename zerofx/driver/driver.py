@@ -33,14 +33,7 @@ from zerofx.driver.shardings import (
     share_computation,
 )
 from zerofx.driver.stage_order import PlannedStage, StageOrder, choose_number
-from zerofx.driver.stages import (
-    CutStep,
-    choose_worst,
-    chunks_of_buckets,
-    cut_into_stages,
-    name_stage,
-    reason_against_stages,
-)
+from zerofx.driver.stages import CutStep, choose_worst, cut_into_stages, name_stage, reason_against_stages
 from zerofx.errors import (
     InternalError,
     InvalidGraphError,
@@ -380,7 +373,7 @@ def lower_step(prepared: Prepared, captured: StepGraph, plan: Plan, target: Targ
     Raises:
         MemoryBudgetError: the plan, which was not searched within ``host_budget``, takes more of the host.
     """
-    lowered = lower(captured.clone(), plan, prepared.layout, prepared.programs, target)
+    lowered = lower(captured, plan, prepared.layout, prepared.programs, target)
     check_host_budget(lowered, prepared.request.options, prepared.request.machine)
     if target.verbose:
         if target.settings.debug >= 3:
@@ -432,13 +425,10 @@ def _is_anywhere(is_here: bool, mesh: Mesh, control: Control) -> bool:
 
 def _number_buckets(prepared: Prepared, control: Control) -> Prepared:
     """The same with the numbers of a stage's buckets among those that all stages have now. Collective in stages."""
-    captures, mesh = prepared.captures, prepared.request.mesh
-    if captures.pipe is None or not prepared.captured.gradients:
+    if prepared.captures.pipe is None or not prepared.captured.gradients:
         return prepared
-    own = chunks_of_buckets(captures.rank_graph(captures.candidates[0]), prepared.layout)
-    of_ranks = control.gather(own, "number the buckets of stages")
-    chunks = [of_ranks[rank] for rank in mesh.first_of_stages]
-    return replace(prepared, captures=captures.number_buckets(chunks))
+    of_ranks = control.gather(prepared.chunks, "number the buckets of stages")
+    return prepared.number_buckets([of_ranks[rank] for rank in prepared.request.mesh.first_of_stages])
 
 
 def _warn_of_exact_updates(plan: Plan, options: CompileOptions) -> None:

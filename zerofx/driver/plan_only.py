@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack, get_args
@@ -72,10 +72,19 @@ class PlannedStep:
     """
 
     lowered: LoweredStep
-    layout: BucketLayout
-    machine: Machine
+    prepared: Prepared = field(repr=False)
     comparison: MeshComparison | None = None
     stages: tuple[PlannedStep, ...] = ()
+
+    @property
+    def layout(self) -> BucketLayout:
+        """The buckets of its parameters."""
+        return self.prepared.layout
+
+    @property
+    def machine(self) -> Machine:
+        """The machine that it is planned for."""
+        return self.prepared.request.machine
 
     @property
     def plan(self) -> Plan:
@@ -338,7 +347,8 @@ def _plan_stages(request: Request, one_rank: Captures, balance: Balance) -> Plan
 
     def plan_in(order: StageOrder, cut: CutStep) -> list[PlannedStage]:
         ordered, known, key = order.request(request), list[KnownStage](), (cut.num_micro_batches, order)
-        planned[key] = plan_all(partial(_plan_stage, ordered, order.captures(stage), known) for stage in cut.stages)
+        stages = plan_all(partial(_plan_stage, ordered, order.captures(stage), known) for stage in cut.stages)
+        planned[key] = _number_buckets(stages)
         outcomes[key] = [PlannedStage.of(stage.lowered) for stage in planned[key]]
         return outcomes[key]
 
@@ -356,6 +366,22 @@ def _plan_stages(request: Request, one_rank: Captures, balance: Balance) -> Plan
     return replace(largest, stages=tuple(predicted))
 
 
+def _number_buckets(stages: Sequence[PlannedStep]) -> list[PlannedStep]:
+    """The stages with the numbers of their buckets among those that all have now: a budget may have sliced some."""
+    chunks = [stage.prepared.chunks for stage in stages]
+    numbered = [stage.prepared.number_buckets(chunks) for stage in stages]
+    return [
+        stage if own is stage.prepared else PlannedStep(lower_step(own, own.graph_for(plan), plan, _target(own)), own)
+        for stage, own in zip(stages, numbered, strict=True)
+        for plan in (stage.plan,)
+    ]
+
+
+def _target(prepared: Prepared) -> Target:
+    request = prepared.request
+    return request.target(prepared.captured.device, on_cpu=request.machine.is_cpu)
+
+
 def _plan_stage(request: Request, captures: Captures, known: list[KnownStage] | None = None) -> PlannedStep:
     """The step, or the stage, that ``captures`` are of; ``known``: stages that have been planned, to which it comes."""
     options, machine = request.options, request.machine
@@ -366,7 +392,7 @@ def _plan_stage(request: Request, captures: Captures, known: list[KnownStage] | 
     nearest: int | None = None
 
     def decide(prepared: Prepared) -> tuple[Prepared, Target, Plan]:
-        target = request.target(prepared.captured.device, on_cpu=machine.is_cpu)
+        target = _target(prepared)
         with name_stage(captures.pipe):
             decided = replace(make_plan(Problem.create(prepared, target, options, aim)), memory_budget=budget)
         return prepared.adapt_to(decided), target, decided
@@ -389,9 +415,9 @@ def _plan_stage(request: Request, captures: Captures, known: list[KnownStage] | 
         lowered = lower_step(prepared, prepared.graph_for(decided), decided, target)
         peak = lowered.plan.peak_bytes["device"]
         if budget is None or not options.arena or peak <= budget:
-            if known is not None:
+            if known is not None and not decided.slices:  # of parameters that no other stage has
                 known.append(KnownStage(Structure.of(prepared, decided), lowered))
-            return PlannedStep(lowered, prepared.layout, machine)
+            return PlannedStep(lowered, prepared)
         # Plans are searched for what is live at once; an arena takes more.
         nearest = min(peak, nearest or peak)
         aim = budget - (peak - decided.peak_bytes["device"])
@@ -399,15 +425,13 @@ def _plan_stage(request: Request, captures: Captures, known: list[KnownStage] | 
 
 def _plan_alike(prepared: Prepared, known: Sequence[KnownStage]) -> PlannedStep | None:
     """The stage with the plan of one that it is alike; None where it is alike none."""
-    request = prepared.request
-    target = request.target(prepared.captured.device, on_cpu=request.machine.is_cpu)
-    for stage in known:
+    for stage in reversed(known):  # the one before it first
         own = Structure.of(prepared, stage.lowered.plan)
         plan = stage.plan_for(own)
         if plan is not None:
-            lowered = lower_step(own.prepared, own.graph, plan, target)
+            lowered = lower_step(own.prepared, own.graph, plan, _target(prepared))
             if stage.comes_to(lowered):
-                return PlannedStep(lowered, own.prepared.layout, request.machine)
+                return PlannedStep(lowered, own.prepared)
     return None
 
 

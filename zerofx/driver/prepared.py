@@ -29,6 +29,7 @@ from zerofx.runtime.comm.stages import agree_in_stages
 from zerofx.runtime.state.parameter_groups import group_of_parameters, histories_of
 from zerofx.runtime.state.state import TrainingState
 from zerofx.scheduler.analysis.slices import Slices
+from zerofx.scheduler.analysis.stages_of_nodes import chunks_of_buckets
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.plan.decisions import Absence, ShardingDecision
 from zerofx.scheduler.plan.mesh import Mesh
@@ -144,6 +145,16 @@ class Prepared:
     def candidates(self) -> Sequence[int]:
         """The numbers of micro-batches that may be planned for, the least first."""
         return self.captures.candidates
+
+    @property
+    def chunks(self) -> list[int]:
+        """The chunk of each trained bucket of a stage."""
+        return chunks_of_buckets(self.captures.rank_graph(self.candidates[0]), self.layout)
+
+    def number_buckets(self, chunks: Sequence[Sequence[int]]) -> Prepared:
+        """The same stage with the numbers of its buckets among those of all stages, which have these ``chunks``."""
+        captures = self.captures.number_buckets(chunks)
+        return self if captures is self.captures else replace(self, captures=captures)
 
     def graph(self, num_micro_batches: int, *, by_layer: bool = False) -> StepGraph:
         """The captured step in so many micro-batches, one by one or ``by_layer``, which is not to be edited."""

@@ -13,8 +13,7 @@ from zerofx.driver.captures import Captures
 from zerofx.driver.prepared import Earlier, Request
 from zerofx.errors import InvalidGraphError, UsageError, ZeroFXError
 from zerofx.ir.bucketing import layout_of
-from zerofx.ir.buckets import BucketLayout
-from zerofx.ir.facts import Phase, chunk_of, is_random, origin, placeholder
+from zerofx.ir.facts import Phase, is_random, origin
 from zerofx.ir.graph import PipeStage, StepGraph
 from zerofx.options import CompileOptions
 from zerofx.passes.lib.draws_ahead import find_unforeseen_draw
@@ -22,7 +21,7 @@ from zerofx.passes.lib.message_check import check_messages
 from zerofx.passes.prepare.stages import check_stages
 from zerofx.runtime.state.parameter_groups import group_of_parameters, histories_of
 from zerofx.scheduler.analysis.slices import slices_of_names
-from zerofx.scheduler.analysis.stages_of_nodes import own_source, weight_gradients
+from zerofx.scheduler.analysis.stages_of_nodes import chunks_of_buckets, weight_gradients
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.problem import BudgetMissedError, needs_most
 from zerofx.scheduler.search.stage_cuts import Balance, decide_rounds, decide_stages, find_cuts, name_cuts
@@ -203,25 +202,6 @@ def _slice_by_name(staged: Captures, options: CompileOptions) -> StepGraph:
     graph = staged.rank_graph(staged.candidates[0])
     slices = slices_of_names(graph, options.tile) if isinstance(options.tile, Mapping) else ()
     return staged.slice_parameters(slices).first if slices else graph
-
-
-def chunks_of_buckets(graph: StepGraph, layout: BucketLayout) -> list[int]:
-    """The chunk of each trained bucket of a stage: that of the first node that reads a parameter of it. ``graph``: of
-    one micro-batch, with whole parameters."""
-    first = dict[str, int]()
-    for node in graph.calls():
-        chunk = chunk_of(node)
-        for source in node.all_input_nodes if chunk is not None else ():
-            owner = own_source(source)
-            if owner.op == "placeholder" and chunk is not None:
-                first.setdefault(placeholder(owner).name, chunk)
-    pipe = graph.pipe
-    assert pipe is not None, "a step in stages"
-    return [
-        min((first[name] for slot in bucket.slots if (name := slot.whole or slot.name) in first), default=pipe.number)
-        for bucket in layout.buckets
-        if bucket.trainable
-    ]
 
 
 def reason_against_stages(request: Request) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import zerofx
 from gpt import GPT
 from tests.lib.models import adamw
+from tests.lib.runs.stages import Wide
 from zerofx import MemoryBudgetError, UsageError
 from zerofx.driver.plan_only import PlannedStep
 from zerofx.errors import InvalidGraphError
@@ -258,6 +259,16 @@ def test_stages_are_cut_for_bytes_where_those_that_take_alike_fit_no_budget() ->
     assert table_bytes < peaks[1] <= budget and peaks[0] <= budget
     with pytest.raises(MemoryBudgetError, match="part 1 of 2 on the axis 'pipe': memory_budget"):
         plan(memory_budget=table_bytes)
+
+
+def test_buckets_have_numbers_among_those_that_a_budget_leaves() -> None:
+    options = {"accumulate": 2, "max_grad_norm": 0.1, "offload": "host", "order": "micro-batch"}
+    stages = planned(Wide(), (torch.randn(4, 8),), 2, memory_budget=60_000, **options).stages
+    assert [bool(stage.plan.slices) for stage in stages] == [True, False]
+    pipes = [stage.lowered.graph.pipe for stage in stages]
+    numbers = [number for pipe in pipes if pipe is not None for number in pipe.buckets]
+    assert sorted(numbers) == list(range(sum(len(stage.plan.reduces) for stage in stages)))
+    assert {pipe.num_buckets for pipe in pipes if pipe is not None} == {len(numbers)}
 
 
 @pytest.mark.days(3)
