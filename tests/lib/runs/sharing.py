@@ -26,21 +26,31 @@ SHARING = replace(
 
 def one_process(case: Case, num_data: int, steps: int, max_grad_norm: float | None = None) -> Trained:
     """Training on the batches of ``num_data`` ranks by their average, as one process does it; each step begins with the
-    first rank's buffers, which rank 0 broadcasts, and what is left are this rank's."""
+    first rank's buffers, which rank 0 broadcasts, and what is left are this rank's.
+
+    Each rank's gradients are divided before they are summed, as in float16, which rounds small ones by that; the
+    number of ranks is a power of two, so that others are not.
+    """
     model = build(case)
     optimizer = case.optimizer(model)
     own = world()[0] * num_data // world()[1]
     losses, ends = list[Tensor](), [_copied(model.buffers())]  # buffers after a step, of each rank
     for given in zip(*(batches(case, rank, steps) for rank in range(num_data)), strict=True):
-        optimizer.zero_grad()
-        each, begin, ends = list[Tensor](), ends[0], []
+        each, begin, ends, sums = list[Tensor](), ends[0], [], dict[nn.Parameter, Tensor]()
         for args, kwargs in given:
             _overwrite(model.buffers(), begin)
             outputs = model(*args, **kwargs)
             loss = case.loss_fn(outputs, *args) if case.loss_fn is not None else case.loss(outputs)
-            (loss / num_data).backward()
+            model.zero_grad()
+            loss.backward()
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    term = parameter.grad / num_data
+                    sums[parameter] = sums[parameter] + term if parameter in sums else term
             each.append(loss.detach())
             ends.append(_copied(model.buffers()))
+        for parameter, total in sums.items():
+            parameter.grad = total
         if max_grad_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
         optimizer.step()

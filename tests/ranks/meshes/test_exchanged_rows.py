@@ -96,6 +96,11 @@ def _transformer(model: Any, dtype: torch.dtype = torch.bfloat16, **sizes: int) 
     return replace(CASES["mixtral"], model=lambda: model(**sizes).to(dtype))
 
 
+def _exact_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """With a rate that has few bits, so that it is rounded alike wherever a parameter lies."""
+    return torch.optim.SGD(model.parameters(), lr=0.125)
+
+
 def _adapted() -> nn.Module:
     """Experts with LoRA, whose weights are computed in forward."""
     from peft import LoraConfig, get_peft_model
@@ -119,7 +124,7 @@ MODELS = {
     "olmoe": _transformer(olmoe),
     "deepseek v3": _transformer(deepseek_v3),
     "gpt oss": _transformer(gpt_oss),
-    "gpt oss, half": replace(_transformer(gpt_oss, torch.float16), optimizer=sgd),
+    "gpt oss, half": replace(_transformer(gpt_oss, torch.float16), optimizer=_exact_sgd),
     "lora": replace(_transformer(_adapted), optimizer=sgd),
     "qwen3 moe": _transformer(qwen3_moe, intermediate_size=32),
     "qwen3 moe, SGD": replace(_transformer(qwen3_moe, intermediate_size=32), optimizer=sgd),
