@@ -24,7 +24,7 @@ from zerofx.ir.edit import insert_call, skip_getitems
 from zerofx.ir.facts import Origin, is_random, known_origin, piece_of, set_piece, tensor
 from zerofx.ir.op_kernels.own_draws import OWN_DRAWS
 from zerofx.ir.op_kernels.own_rows import own_rows, whole_rows
-from zerofx.ir.op_kernels.row_routes import group_shares, row_shares
+from zerofx.ir.op_kernels.row_routes import group_shares, row_shares, unlike_shares
 from zerofx.ir.sharding.rule import Rule
 from zerofx.scheduler.plan.placements import (
     REPLICATED,
@@ -40,7 +40,7 @@ from zerofx.torch_private.operators import OpOverload, pytree
 
 _aten = torch.ops.aten
 AXIS = "model"
-_COUNTS = {"rows": row_shares, "groups": group_shares}
+_COUNTS = {"rows": row_shares, "groups": group_shares, "unlike": unlike_shares}
 
 
 @dataclass

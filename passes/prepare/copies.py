@@ -31,7 +31,7 @@ from torch import fx
 from zerofx.ir.edit import erase_unread
 from zerofx.ir.facts import Phase, Role, origin, piece_of, set_value, tensor
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.op_kernels.own_rows import own_ends, own_rows, whole_rows
+from zerofx.ir.op_kernels.own_rows import add_group_rows, group_rows, own_ends, own_rows, whole_rows
 from zerofx.ir.op_kernels.row_copies import deal_rows, own_slots, undealt_shares
 from zerofx.ir.op_kernels.row_routes import add_rows, group_shares, row_routes, row_shares, sum_order
 from zerofx.ir.sharding.grouped import ends_of, letters_of
@@ -42,6 +42,7 @@ from zerofx.torch_private.operators import OpOverload
 from zerofx.torch_private.tensors import use_mode_of
 
 _aten = torch.ops.aten
+_LETTERS = {group_rows: (("en", ""), ("sn",)), add_group_rows: (("sn", ""), ("en",))}  # as of products
 _ENDS = {row_routes: 1, row_shares: 1, own_rows: 1, whole_rows: 1, own_ends: 0, group_shares: 0}
 
 
@@ -98,6 +99,8 @@ class _Copies:
                 self._sum_in_order(node)
             elif (own := ends_of(node)) is not None:
                 self._multiply(node, own)
+            elif node.target in _LETTERS:
+                self._multiply(node, node.args[1])  # type: ignore[arg-type]  # a node
         self._count_undealt()
         self._sort()
         erase_unread(self._graph)
@@ -153,11 +156,11 @@ class _Copies:
             node.update_arg(1, write.call(_aten.index_select.default, land, 0, order))
 
     def _multiply(self, node: fx.Node, own: fx.Node) -> None:
-        """Let a grouped product be one of copied groups too."""
+        """Let a grouped product, or what each group has a row of, be one of copied groups too."""
         dealt = next((d for d in self._dealt.values() if own.target is own_ends and own.args[0] is d.ends), None)
         if dealt is None:
             return
-        inputs, outputs = letters_of(node)
+        inputs, outputs = _LETTERS.get(node.target) or letters_of(node)  # type: ignore[call-overload]  # an operator
         for source, names in zip(read_tensors(node), inputs, strict=True):
             if "e" in names:
                 with self._graph.inserting_before(node):
@@ -176,7 +179,7 @@ class _Copies:
         key, write = (weights, origin(node).phase), self._local(node)
         if key not in self._joined:
             row, column = tensor(weights).stride()[-2:]
-            by_columns = row == 1 < column
+            by_columns = row == 1 < column and tensor(weights).dim() > 2
             own = write.call(_aten.transpose.int, weights, -2, -1) if by_columns else weights
             picked = self._fill(write, write.call(_aten.index_select.default, own, 0, dealt.places), dealt)
             joined = write.call(_aten.cat.default, [own, write.all_reduce(picked)])

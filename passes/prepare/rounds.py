@@ -17,10 +17,6 @@ has of their rows, so that no such value is held between the two:
 
 A group's rows are all in one round if they fit, and the sums over them are then those of one round, and zeros.
 
-A row of a bias, of which each group has one, is on the rank of its group's rows, and is taken there:
-
-    b = land_rows(all_to_all(pack_rows(bias)))     b_0 = round_group_rows(bias, groups, ...)
-
 Does not handle: draws between the exchanges, and sums over rows that are not products of groups. A group with more rows
 of one rank than there is room for is summed round by round, each sum rounded.
 """
@@ -39,13 +35,11 @@ from zerofx.errors import PlanError
 from zerofx.ir.edit import erase_unread, insert_call
 from zerofx.ir.facts import Phase, is_random, origin, piece_of, set_piece, tensor, value
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.op_kernels.own_rows import own_ends, own_rows, whole_rows
+from zerofx.ir.op_kernels.own_rows import add_group_rows, group_rows, own_ends, own_rows, whole_rows
 from zerofx.ir.op_kernels.row_rounds import (
-    add_group_rows,
     add_home_rows,
     land_more,
     round_ends,
-    round_group_rows,
     round_own_rows,
     round_routes,
     round_shares,
@@ -59,6 +53,7 @@ from zerofx.torch_private.operators import OpOverload, base_name
 
 _aten = torch.ops.aten
 _OF_ROUND = {own_rows: round_own_rows, whole_rows: round_whole_rows}
+_SUMS = (whole_rows, add_group_rows)
 _Key = tuple[fx.Node, Phase]
 
 
@@ -125,19 +120,13 @@ class _Rounds:
         self._counts: dict[fx.Node, fx.Node] = {}  # likewise, one of several
         self._rows: dict[fx.Node, fx.Node] = {}  # values of rows, with where these end
         self._groups: dict[_Key, _Group] = {}
-        self._stays: set[tuple[fx.Node, fx.Node]] = set()  # places and ends of rows of groups
         self._routes: dict[fx.Node, _Route] = {}
 
     def run(self) -> None:
-        shares = [node for node in self._step.calls() if node.target is row_shares]
-        of_groups = [node for node in shares if _is_of_groups(node)]
         for node in list(self._step.calls()):
             self._find(node)
-        for node in shares:
-            if node not in of_groups:
-                self._count(node)
-        for node in of_groups:
-            self._count(node, stays=node.args[1] in self._rounds)
+        for node in [node for node in self._step.calls() if node.target is row_shares]:
+            self._count(node)
         for node in self._step.calls():
             if node.target is group_shares:  # no more are a rank's than all have for it
                 node.replace_all_uses_with(self._counts[node.args[0]])  # type: ignore[index]  # a node
@@ -156,8 +145,9 @@ class _Rounds:
                 self._rows[node] = route.ends
             self._group(route.ends, node).nodes.append(node)
             return
-        if node.target is own_rows:
-            self._rows[node] = ends = _node(node.args[1])
+        if node.target in (own_rows, group_rows):
+            ends = _node(node.args[1])
+            self._rows[node] = ends = ends if node.target is own_rows else _node(ends.args[0])
             self._group(ends, node).nodes.append(node)
             return
         if read is None or node.target is pack_rows:
@@ -174,7 +164,7 @@ class _Rounds:
         self._group(ends, node).nodes.append(node)
 
     def _is_of_rows(self, node: fx.Node) -> bool:
-        if node.target is whole_rows:
+        if node.target in _SUMS:
             return False
         call, index = (_node(node.args[0]), node.args[1]) if node.target is operator.getitem else (node, None)
         decision = self._decided.get(call.name)
@@ -186,13 +176,13 @@ class _Rounds:
     def _is_sum(self, node: fx.Node) -> bool:
         call: Any = node.args[0] if node.target is operator.getitem else node
         is_product = isinstance(call.target, OpOverload) and base_name(call.target) in GROUPED
-        return is_product or node.target is whole_rows
+        return is_product or node.target in _SUMS
 
     def _group(self, ends: fx.Node, node: fx.Node) -> _Group:
         return self._groups.setdefault((ends, origin(node).phase), _Group(ends))
 
-    def _count(self, node: fx.Node, *, stays: bool = False) -> None:
-        """Count the rows of each round in the place of all at once; ``stays``: those that have to go elsewhere."""
+    def _count(self, node: fx.Node) -> None:
+        """Count the rows of each round in the place of all at once."""
         places, ends, num_ranks, capacity, num_tokens, num_rows, by_group = node.args
         assert isinstance(places, fx.Node) and isinstance(ends, fx.Node)
         how = (num_ranks, capacity, num_tokens, num_rows, self._num_rounds, by_group)
@@ -202,14 +192,9 @@ class _Rounds:
                 call = insert_call(self._graph, row_rounds, args, origin(node), dict(node.kwargs))
                 self._rounds[ends] = _keep_piece(call, node)
             counted = (places, ends, self._rounds[ends], *how)
-            how_counted = {**node.kwargs, **({"stays": True} if stays else {})}
-            call = insert_call(self._graph, round_shares, counted, origin(node), how_counted)
-            count = _keep_piece(call, node)
-        node.replace_all_uses_with(count)
-        if stays:
-            self._stays.add((places, ends))
-        else:
-            self._counts[ends] = count
+            call = insert_call(self._graph, round_shares, counted, origin(node), dict(node.kwargs))
+            self._counts[ends] = _keep_piece(call, node)
+        node.replace_all_uses_with(self._counts[ends])
 
     def _sort(self) -> None:
         """Put the nodes of each group together, where the first stands or all is there that they read."""
@@ -284,11 +269,7 @@ class _Round:
         for node in self.group.nodes:
             route = self.all._routes.get(node)
             if route is not None and not route.is_outward:
-                if self._stays(route):
-                    num_groups = route.routes.args[5]
-                    self._add(node, self._of_groups(route, add_group_rows, self._value(route.rows), num_groups))
-                else:
-                    self._send_home(route)
+                self._send_home(route)
             elif node in self.group.results:
                 self._add(node, self._value(node))
             else:
@@ -298,22 +279,11 @@ class _Round:
         total = self.sums.get(node)
         self.sums[node] = term if total is None else self._call(node, _aten.add.Tensor, total, term)
 
-    def _stays(self, route: _Route) -> bool:
-        return (route.routes.args[0], route.ends) in self.all._stays
-
-    def _of_groups(self, route: _Route, target: OpOverload[..., Any], rows: fx.Node, num_rows: object) -> fx.Node:
-        places, ends, rank, num_ranks, *_ = route.routes.args
-        args = (rows, places, ends, self.all._rounds[route.ends], rank, num_ranks, num_rows, self.number)
-        return self._call(route.land, target, *args)
-
     def _value(self, node: fx.Node) -> fx.Node:
         """The round's value for one of rows, or of where they end; computed again in backward where forward has it."""
         if node not in self.values:
             route = self.all._routes.get(node)
-            if route is not None and node in self.all._rows and self._stays(route):
-                num_rows = tensor(node).shape[0]
-                self.values[node] = self._of_groups(route, round_group_rows, route.rows, num_rows)
-            elif route is not None and node in self.all._rows:
+            if route is not None and node in self.all._rows:
                 _, land, received = self._exchange(route, route.rows)
                 self.values[node] = self._call(node, land_rows, received, land)
             elif node.target in _OF_ROUND:
@@ -360,15 +330,6 @@ class _Round:
     def _call(self, of: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         where = replace(origin(of), phase=self.phase)
         return _keep_piece(insert_call(self.all._graph, target, args, where, kwargs), of)
-
-
-def _is_of_groups(shares: fx.Node) -> bool:
-    """True for a count of rows of which there is one for each group, named by the groups in order, and not dealt."""
-    places, ends, _, _, num_tokens, *_ = shares.args
-    if not isinstance(places, fx.Node) or places.target is not operator.getitem or shares.kwargs:
-        return False
-    is_sorted = _node(places.args[0]).target is _aten.sort.default and places.args[1] == 0
-    return bool(is_sorted and num_tokens == tensor(_node(ends)).shape[0])
 
 
 def _node(argument: object) -> fx.Node:

@@ -46,10 +46,11 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
                       (``zerofx/ir/op_kernels/own_draws.py``)
 ``own_ends``          where this rank's groups of rows end, of those that are after one another in a tensor
 ``own_rows``          the same rows, those of this rank's groups first, and
-``whole_rows``        those alone, back in their places (``zerofx/ir/op_kernels/own_rows.py``)
+``whole_rows``        those alone, back in their places; ``group_rows`` what the group of each row of this rank has,
+                      and ``add_group_rows`` sums over its rows (``zerofx/ir/op_kernels/own_rows.py``)
 ``row_routes``        which rows a rank sends others, to the groups that have them or back, and where received ones go
 ``row_shares``        the most of them that a rank has for another, and ``group_shares``, that a rank has, in equal
-                      shares, and whether there is room
+                      shares, and whether there is room; ``unlike_shares``, whether rows lie in other groups than named
 ``pack_rows``         the rows for each rank, ``land_rows`` those that were received in their places, and ``add_rows``
                       their sums there (``zerofx/ir/op_kernels/row_routes.py``)
 ``deal_rows``         rows of the groups that have the most, dealt to all ranks, ``own_slots`` where this rank has these

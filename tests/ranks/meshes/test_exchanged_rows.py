@@ -51,12 +51,28 @@ class Experts(nn.Module):
         return torch.zeros_like(x).index_add(0, order // self.top, rows)
 
 
+class Unlike(Experts):
+    """Rows by one order of experts, and a bias for each by another."""
+
+    def __init__(self, top: int, favoured: float) -> None:
+        super().__init__(top, favoured)
+        self.bias = nn.Parameter(torch.randn(NUM_EXPERTS, 2 * DIM))
+
+    def forward(self, x: Tensor, scores: Tensor) -> Tensor:
+        experts = scores.argmax(-1)
+        order = experts.neg().argsort(stable=True)
+        ends = (experts.view(-1, 1) == torch.arange(NUM_EXPERTS).flip(0)).sum(0).cumsum(0).to(torch.int32)
+        rows = torch._grouped_mm(x[order], self.up, offs=ends) + self.bias[experts.sort().values]
+        rows = torch._grouped_mm(rows.tanh(), self.down, offs=ends)
+        return torch.zeros_like(x).index_add(0, order, rows)
+
+
 class Routed(nn.Module):
     """Tokens and their experts; ``favoured`` is what the second expert's share is raised by, for all tokens or none."""
 
-    def __init__(self, top: int = 2, favoured: float = 0.0) -> None:
+    def __init__(self, top: int = 2, favoured: float = 0.0, experts: type[Experts] = Experts) -> None:
         super().__init__()
-        self.gate, self.experts = nn.Linear(DIM, NUM_EXPERTS, bias=False), Experts(top, favoured)
+        self.gate, self.experts = nn.Linear(DIM, NUM_EXPERTS, bias=False), experts(top, favoured)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = x + self.experts(x, self.gate(x))
@@ -129,6 +145,7 @@ MODELS = {
     "qwen3 moe": _transformer(qwen3_moe, intermediate_size=32),
     "qwen3 moe, SGD": replace(_transformer(qwen3_moe, intermediate_size=32), optimizer=sgd),
     "by hand": _routed(),
+    "by hand, unlike": _routed(1, 0.0, Unlike),
     "all to one": _routed(1, 2.0),
     "none to one": _routed(1, -2.0),
     "single precision": replace(CASES["mixtral"], optimizer=sgd),
@@ -281,6 +298,11 @@ def test_there_is_one_norm_of_all_gradients(name: str, mesh: dict[str, int]) -> 
     assert norms == pytest.approx(expected, rel=1e-6)
     assert all(other[0] == norms for other in others)
     assert repeated or name == "single precision"
+
+
+def test_biases_that_go_by_another_order_than_rows_are_sent() -> None:
+    """Which the first step sees, and is run again."""
+    assert _check(2, "by hand, unlike", 3, {"mesh": {"model": 2}}) == 1
 
 
 class Order(TorchDispatchMode):

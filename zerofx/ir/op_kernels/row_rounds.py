@@ -6,8 +6,6 @@
     own = round_own_rows(x, ends, rounds, rank, 2, 0, 8, 0)           # ``own_rows``, and whole_rows, of a round
     home = land_more(home, received, land)                            # rows that have come home, in places for all
     y = add_home_rows(home, places, rank, 2, 16)                      # their sums, in the order of all moves
-    b = round_group_rows(bias, places, ends, rounds, rank, 2, 8, 0)   # of each row its group's, which places name
-    gb = add_group_rows(gx, places, ends, rounds, rank, 2, 4, 0)      # sums over rows of groups
 
 A rank's groups take turns in order: as many whole ones make a round as there is room for, so that what is summed over a
 group's rows is so at once; only a group with more rows of one rank than that is in several. All are numbered on the
@@ -30,6 +28,7 @@ from zerofx.ir.op_kernels.row_routes import (
     last_rows,
     row_shares,
     sides,
+    unlike_shares,
 )
 
 
@@ -124,13 +123,9 @@ def _round_shares(
     num_rows: int,
     num_rounds: int,
     by_group: bool,
-    stays: bool = False,
     rows: Tensor | None = None,
 ) -> Tensor:
     row, owner, _, token_rank = sides(places, ends, num_ranks, num_tokens, by_group=by_group, rows=rows)
-    if stays:  # rows have no way to another rank
-        goes = ((owner != token_rank) & (owner < num_ranks)).sum()
-        return in_shares(goes, goes == 0, num_rows / num_ranks**2)
     pairs = owner.clamp(max=num_ranks - 1) * num_ranks + token_rank
     counts = torch.zeros((num_rounds + 1) * num_ranks**2, dtype=torch.int64, device=places.device)
     is_owned = (owner < num_ranks).to(torch.int64)
@@ -170,46 +165,6 @@ def _round_whole_rows(
 def _as_many_rows(rows: Tensor, *args: Any) -> Tensor:
     dim, num_rows = args[4:6]
     return rows.new_empty(*rows.shape[:dim], num_rows, *rows.shape[dim + 1 :])
-
-
-def _own_groups(
-    places: Tensor, ends: Tensor, rounds: Tensor, rank: Tensor, num_ranks: int, num_rows: int, num_own: int, number: int
-) -> Tensor:
-    """The group of each of a rank's rows of a round, counted from its first."""
-    groups = _round_own_rows(places, ends, rounds, rank, num_ranks, 0, num_rows, number) - rank * num_own
-    return groups.clamp_(0, num_own - 1)
-
-
-def _round_group_rows(
-    groups: Tensor,
-    places: Tensor,
-    ends: Tensor,
-    rounds: Tensor,
-    rank: Tensor,
-    num_ranks: int,
-    num_rows: int,
-    number: int,
-) -> Tensor:
-    own = _own_groups(places, ends, rounds, rank, num_ranks, num_rows, groups.shape[0], number)
-    return groups.index_select(0, own)
-
-
-def _add_group_rows(
-    rows: Tensor,
-    places: Tensor,
-    ends: Tensor,
-    rounds: Tensor,
-    rank: Tensor,
-    num_ranks: int,
-    num_groups: int,
-    number: int,
-) -> Tensor:
-    num_rows, num_own = rows.shape[0], num_groups // num_ranks
-    own = _own_groups(places, ends, rounds, rank, num_ranks, num_rows, num_own, number)
-    count = _own_in_round(ends, rounds, rank, num_ranks, number).sum()
-    elsewhere = (torch.arange(num_rows, device=rows.device) >= count).view(-1, *(1,) * (rows.dim() - 1))
-    sums = rows.new_zeros(num_own, *rows.shape[1:])
-    return sums.index_put_((own,), rows.masked_fill(elsewhere, 0), accumulate=True)
 
 
 def _land_more(at_home: Tensor, received: Tensor, land: Tensor) -> Tensor:
@@ -253,20 +208,9 @@ round_own_rows = own_operator(f"round_own_rows{_OF_ROUND}", _as_many_rows, kerne
 round_whole_rows = own_operator(f"round_whole_rows{_OF_ROUND}", _as_many_rows, kernel=_round_whole_rows)
 round_shares = own_operator(
     "round_shares(Tensor places, Tensor ends, Tensor rounds, int num_ranks, int capacity, int num_tokens, "
-    "int num_rows, int num_rounds, bool by_group, *, bool stays=False, Tensor? rows=None) -> Tensor",
+    "int num_rows, int num_rounds, bool by_group, *, Tensor? rows=None) -> Tensor",
     lambda places, *_args, **_kwargs: places.new_empty(2, dtype=torch.float32),
     kernel=_round_shares,
-)
-_OF_GROUPS = "Tensor places, Tensor ends, Tensor rounds, Tensor rank, int num_ranks"
-round_group_rows = own_operator(
-    f"round_group_rows(Tensor groups, {_OF_GROUPS}, int num_rows, int number) -> Tensor",
-    lambda groups, *args: groups.new_empty(args[5], *groups.shape[1:]),
-    kernel=_round_group_rows,
-)
-add_group_rows = own_operator(
-    f"add_group_rows(Tensor rows, {_OF_GROUPS}, int num_groups, int number) -> Tensor",
-    lambda rows, *args: rows.new_empty(args[5] // args[4], *rows.shape[1:]),
-    kernel=_add_group_rows,
 )
 land_more = own_operator(
     "land_more(Tensor home, Tensor received, Tensor land) -> Tensor",
@@ -287,6 +231,6 @@ def may_miss_rows(node: fx.Node) -> bool:
     elif node.target is group_shares:
         _, _, capacity, num_rows = node.args
     else:
-        return node.target is round_shares
+        return node.target in (round_shares, unlike_shares)
     assert isinstance(capacity, int) and isinstance(num_rows, int)
     return capacity < num_rows

@@ -12,6 +12,7 @@ Where groups are dealt (``row_copies.py``), ``rows`` has the place of each row i
     sums = add_rows(received, land, 8)         # or it is the sum of those that were, in the order of their moves
     shares = row_shares(places, ends, 2, capacity, ...)   # the most that a rank has for another, in equal shares of the
                                                           # rows; again if it is more than ``capacity``, otherwise 0
+    shares = unlike_shares(groups, ends, 2)    # as if no room were enough if a row's ``groups`` is not that it lies in
 
 Every rank knows all moves, so that no counts are sent and nothing waits for the host. Of a rank's rows for another only
 ``capacity`` go: ``row_shares`` tells how many there are at most, and whether these are more, the same on all ranks.
@@ -127,9 +128,10 @@ def _sum_order(
     outward: bool,
     rows: Tensor,
 ) -> Tensor:
-    _, owner, _, token_rank = sides(places, ends, num_ranks, num_tokens, by_group=by_group, rows=rows)
-    source, target = (token_rank, owner) if outward else (owner, token_rank)
-    received, is_received = moves_by_rank(source.where(target == rank, num_ranks), num_ranks, capacity)
+    row, source, _, target = sides(places, ends, num_ranks, num_tokens, by_group=by_group, rows=rows)
+    if outward:
+        source, target = target, source
+    _, received, is_received = find_routes(row, source, target, rank, num_ranks, capacity)
     return received.masked_fill_(~is_received, places.shape[0]).argsort(stable=True)
 
 
@@ -153,6 +155,12 @@ def _row_shares(
 def _group_shares(ends: Tensor, num_ranks: int, capacity: int, num_rows: int) -> Tensor:
     most = first_rows(ends, num_ranks).diff().max()
     return in_shares(most, most <= capacity, num_rows / num_ranks)
+
+
+def _unlike_shares(places: Tensor, ends: Tensor, num_ranks: int) -> Tensor:
+    rows = torch.arange(places.shape[0], dtype=ends.dtype, device=ends.device)
+    is_unlike = (torch.searchsorted(ends, rows, right=True) != places).any()
+    return is_unlike.to(torch.float32).mul_(num_ranks**2).repeat(2)
 
 
 def in_shares(most: Tensor, fits: Tensor, share: float) -> Tensor:
@@ -219,6 +227,9 @@ row_shares = own_operator(
 )
 group_shares = own_operator(
     "group_shares(Tensor ends, int num_ranks, int capacity, int num_rows) -> Tensor", _two_numbers, kernel=_group_shares
+)
+unlike_shares = own_operator(
+    "unlike_shares(Tensor places, Tensor ends, int num_ranks) -> Tensor", _two_numbers, kernel=_unlike_shares
 )
 
 

@@ -7,6 +7,11 @@
 A rank sends each other rank the rows that it is to have, in a buffer for a number of them (``Ragged.capacity``), and
 computes what it would of whole values: a row travels as it is, and sums stay in one order on one rank
 (``zerofx/ir/op_kernels/row_routes.py``). Which row goes where every rank knows, as all have the index.
+
+    rows = index(bias, [group])          of each row its group's, where a rank has the rows of the same groups of both
+
+Rows of what each group has one of, named by the groups in order, are where they are needed, and none is sent, unless
+there is to be room for whatever the index may name.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ import torch
 from torch import fx
 
 from zerofx.ir.facts import tensor
+from zerofx.ir.op_kernels.own_rows import add_group_rows, group_rows, own_ends
 from zerofx.ir.op_kernels.row_routes import add_rows, land_rows, pack_rows, row_routes
 from zerofx.ir.sharding.rule import Local, Rule, ShareCost, argument, num_bytes, read_tensors, shape_of
 from zerofx.scheduler.plan.placements import REPLICATED, Ragged, Sharded, divides, local_shape
@@ -58,11 +64,19 @@ def exchange_rules(
         inputs = tuple(taken if source is moves.rows else REPLICATED for source in sources)
         if moves.adds:  # to zeros, which a rank makes for itself
             inputs = (_TOKENS, *inputs[1:])
-        yield Rule((result,), inputs, _exchange, ShareCost(exchanged_bytes=own, traffic_bytes=6 * own))
+        stays = _may_stay(moves, placement, num_ranks, outward=outward)
+        extra = ShareCost() if stays else ShareCost(exchanged_bytes=own, traffic_bytes=6 * own)
+        yield Rule((result,), inputs, _exchange, extra)
 
 
 def _is_bounded(placement: Sharded | Ragged) -> bool:
     return isinstance(placement, Ragged) and placement.dim == 0 and placement.capacity > 0
+
+
+def _may_stay(moves: RowMoves, placement: Sharded | Ragged, num_ranks: int, *, outward: bool) -> bool:
+    """True if rows are named in order, as groups name what each has one of, and there is no room for all else."""
+    is_less = isinstance(placement, Ragged) and placement.capacity < num_ranks**2
+    return is_less and moves.adds != outward and _sort_of(moves.index, 0) is not None
 
 
 def moves_of(node: fx.Node) -> RowMoves | None:
@@ -127,11 +141,11 @@ def inverse_of(index: fx.Node) -> fx.Node | None:
     return of if is_all and is_order(of) and shape_of(of) == shape_of(index) else None
 
 
-def _sort_of(index: fx.Node) -> fx.Node | None:
-    """The sort that gives ``index`` as its order, if one does."""
+def _sort_of(index: fx.Node, result: int = 1) -> fx.Node | None:
+    """The sort that gives ``index`` as its order, if one does, or as another ``result`` of it."""
     source, place = index.args if index.target is operator.getitem else (index, 1)
     is_call = isinstance(source, fx.Node) and isinstance(source.target, OpOverload)
-    return source if is_call and place == 1 and base_name(source.target) in ("sort", "argsort") else None  # type: ignore[union-attr, return-value, arg-type]  # an operator
+    return source if is_call and place == result and base_name(source.target) in ("sort", "argsort") else None  # type: ignore[union-attr, return-value, arg-type]  # an operator
 
 
 def _exchange(rank: Local) -> fx.Node:
@@ -149,6 +163,11 @@ def _exchange(rank: Local) -> fx.Node:
     facts = (index, rank.whole(ragged.ends))
     how = (num_ranks, capacity, shape_of(of_tokens)[0])
     by_group = moves.adds != outward
+    if _may_stay(moves, ragged, num_ranks, outward=outward) and shape_of(facts[1]) == shape_of(of_tokens)[:1]:
+        num_own = local_shape(shape_of(of_groups), ragged, num_ranks)[0]
+        own = rank.call(own_ends, facts[1], rank.rank(), num_ranks, num_own)
+        rank.count_rows("unlike", (*facts, num_ranks))
+        return rank.call(group_rows, rows, own, num_own) if outward else rank.call(add_group_rows, rows, own)
     rank.count_rows("rows", (*facts, *how, shape_of(of_groups)[0], by_group))
     routes = rank.call(row_routes, *facts, rank.rank(), *how, num_rows, by_group, outward)
     send, land = (rank.call(operator.getitem, routes, number) for number in range(2))

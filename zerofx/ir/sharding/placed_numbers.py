@@ -151,6 +151,19 @@ def _whole_rows(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds |
     return frozenset({SUM}) if is_own and _row_placement(node) in rows else NOTHING
 
 
+def _group_rows(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
+    groups, ends = read[0], _sole(read[1])
+    is_own = ends is not None and ends.what.startswith(_ENDS) and Sharded(0) in groups
+    fits = is_own and ends.size == shape_of(node)[0]  # type: ignore[union-attr]  # it is some
+    return frozenset({Ragged(0, ends.what.removeprefix(_ENDS))}) if fits else NOTHING  # type: ignore[union-attr]
+
+
+def _add_group_rows(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
+    rows, ends = read[0], _sole(read[1])
+    name = "" if ends is None else ends.what.removeprefix(_ENDS)
+    return frozenset({Sharded(0)}) if Ragged(0, name) in rows else NOTHING
+
+
 def _row_placement(node: fx.Node) -> Ragged:
     return Ragged(dim_of(node, 4), read_tensors(node)[1].name)
 
@@ -221,6 +234,8 @@ RANK_NUMBER_RULES: Mapping[str, KindsRule] = MappingProxyType(
         "zerofx::add_rows": _land_rows,
         "zerofx::own_ends": _own_ends,
         "zerofx::own_rows": _own_rows,
+        "zerofx::group_rows": _group_rows,
+        "zerofx::add_group_rows": _add_group_rows,
         "zerofx::whole_rows": _whole_rows,
         **dict.fromkeys(GROUPED, _group_product),
     }

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.graph.passes.prepare.test_partition import captured, of_rank
+from tests.graph.passes.prepare.test_partition import GPT_OSS, captured, of_rank
 from tests.graph.passes.prepare.test_rounds import decisions_that_send
+from tests.lib.models import CASES, Case
 from tests.lib.virtual_ranks import Feeds, feeds_of, part_of, run
 from zerofx.ir import ops
 from zerofx.ir.facts import Role, placeholder
@@ -26,11 +27,11 @@ from zerofx.scheduler.plan.placements import LOSS_OF_OVERFLOW, REPLICATED, place
 
 
 def _run(
-    num_ranks: int, capacity: float, num_copies: int, num_rounds: int = 1
+    num_ranks: int, capacity: float, num_copies: int, num_rounds: int = 1, case: Case = CASES["mixtral"]
 ) -> tuple[StepGraph, list[tuple[Tensor, ...]], tuple[Tensor, ...], Sequence[tuple[Tensor, Tensor]]]:
     """The step of each of the ranks, their results, those of one, and the gradients of experts of both, of each
     rank."""
-    model, batch, step = captured("mixtral", torch.bfloat16)
+    model, batch, step = captured(case, torch.bfloat16)
     plain = decisions_that_send(step, num_ranks, capacity, num_rounds)
     decisions = tuple(replace(each, num_copies=num_copies) if each.sends_rows else each for each in plain)
     feeds, placements = feeds_of(step, model, batch), {d.node: placement_of(d.outputs[0] or "R") for d in decisions}
@@ -60,19 +61,27 @@ def _run(
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(
-    ("num_ranks", "capacity", "num_copies", "num_rounds"),
-    [(2, 4.0, 1, 1), (2, 1.25, 4, 1), (4, 16.0, 2, 1), (4, 1.25, 4, 1), (2, 1.0, 1, 3), (4, 0.5, 4, 6)],
+    ("case", "num_ranks", "capacity", "num_copies", "num_rounds"),
+    [
+        *((CASES["mixtral"], *how) for how in [(2, 4.0, 1, 1), (2, 1.25, 4, 1), (4, 16.0, 2, 1), (4, 1.25, 4, 1)]),
+        *((CASES["mixtral"], *how) for how in [(2, 1.0, 1, 3), (4, 0.5, 4, 6)]),
+        *((GPT_OSS, *how) for how in [(2, 2.0, 1, 1), (4, 1.25, 4, 1), (2, 1.0, 1, 3), (4, 0.5, 4, 6)]),
+    ],
 )
-def test_rows_of_copied_experts_are_dealt(num_ranks: int, capacity: float, num_copies: int, num_rounds: int) -> None:
-    """All but the gradients of experts' weights to the bit, in bf16; those are sums of ranks', each rounded."""
-    step, results, whole, gradients = _run(num_ranks, capacity, num_copies, num_rounds)
+def test_rows_of_copied_experts_are_dealt(
+    case: Case, num_ranks: int, capacity: float, num_copies: int, num_rounds: int
+) -> None:
+    """All but the gradients of experts' weights and biases to the bit, in bf16; those are sums of ranks', each
+    rounded."""
+    step, results, whole, gradients = _run(num_ranks, capacity, num_copies, num_rounds, case)
     assert all(torch.equal(result[0], whole[0]) for result in results)
     for own, expected in gradients:
         bound = num_ranks * num_rounds * 2.0**-8 * expected.abs().max().item()
         torch.testing.assert_close(own, expected, rtol=0, atol=bound)
     calls = Counter(node.target for node in step.calls())
     assert calls[deal_rows] == 2
-    assert calls[ops.all_reduce_values] == 2 * 6  # weights of two products, forward and backward, and their gradients
+    # Weights of two products, forward and backward, and their gradients; biases in forward, and theirs.
+    assert calls[ops.all_reduce_values] == 2 * (10 if case is GPT_OSS else 6)
     assert calls[pack_rows] == calls[ops.exchange_values] == 2 * (6 if num_rounds == 1 else 8 * num_rounds)
 
 

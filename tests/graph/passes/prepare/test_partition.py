@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from tests.lib.models.cases import CASES, Case, batches
+from tests.lib.models.huggingface import gpt_oss
 from tests.lib.virtual_ranks import Drawn, assembled, feeds_of, part_of, run
 from zerofx.capture.trace import Batch, capture
 from zerofx.errors import PlanError
@@ -53,6 +54,7 @@ MODELS = (
     "torch layers",
 )
 DRAWING = ("dropout", "gpt2 dropout", "bert dropout")
+GPT_OSS = replace(CASES["mixtral"], model=gpt_oss)
 
 
 def captured(of: str | Case, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Batch, StepGraph]:
@@ -171,15 +173,25 @@ def test_each_rank_has_the_tokens_of_its_experts(num_ranks: int, dtype: torch.dt
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("capacity", [1.0, 1.5, 2.0, 16.0])
-@pytest.mark.parametrize(("num_ranks", "dtype"), [(2, torch.float32), (4, torch.float32), (2, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("case", "num_ranks", "dtype"),
+    [
+        (CASES["mixtral"], 2, torch.float32),
+        (CASES["mixtral"], 4, torch.float32),
+        (CASES["mixtral"], 2, torch.bfloat16),
+        (GPT_OSS, 2, torch.bfloat16),
+        (GPT_OSS, 4, torch.bfloat16),
+    ],
+)
 def test_rows_are_exchanged_with_the_ranks_of_their_experts(
-    num_ranks: int, dtype: torch.dtype, capacity: float
+    case: Case, num_ranks: int, dtype: torch.dtype, capacity: float
 ) -> None:
     """All four ways of a layer, and of weights: with room for all, what the whole graph gives, in bf16 to the bit.
 
-    Where rows have found no room, the loss says so.
+    Where rows have found no room, the loss says so. Rows of biases need none: they are sent where no other way is known
+    to be the same, with room for all.
     """
-    model, batch, step = captured("mixtral", dtype)
+    model, batch, step = captured(case, dtype)
     ways, decisions = sharding_ways(step, num_ranks, capacity=capacity), list[ShardingDecision]()
     for node, rules in ways.rules.items():
         by_rows = [rule for rule in rules if rule.is_bounded]
@@ -196,7 +208,8 @@ def test_rows_are_exchanged_with_the_ranks_of_their_experts(
     assert check_placements(step, whole_graph, num_ranks) == []
     calls = Counter(node.target for node in step.calls())
     # Of each layer: tokens and their weights go to experts, results come back; likewise the other way round.
-    assert calls[row_routes] == calls[pack_rows] == calls[ops.exchange_values] == 6 * 2
+    num_biases = 4 if case is GPT_OSS and capacity == 16.0 else 0  # and their gradients
+    assert calls[row_routes] == calls[pack_rows] == calls[ops.exchange_values] == (6 + num_biases) * 2
     outcomes = run(step.graph, [of_rank(feeds, placements, rank, num_ranks) for rank in range(num_ranks)])
     results = [(loss, *gradients) for loss, _, *gradients in outcomes]  # and the most rows that a rank has for another
     assert all(torch.equal(result[0], results[0][0]) for result in results)

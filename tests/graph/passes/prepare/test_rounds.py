@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.graph.passes.prepare.test_partition import captured, decision, of_rank
+from tests.graph.passes.prepare.test_partition import GPT_OSS, captured, decision, of_rank
 from tests.lib.models import CASES, Case
-from tests.lib.models.huggingface import gpt_oss
 from tests.lib.virtual_ranks import feeds_of, part_of, run
 from zerofx.errors import PlanError
 from zerofx.ir import ops
@@ -35,9 +34,6 @@ def decisions_that_send(
             decisions += [replace(decision(ways, member, rule), num_rounds=num_rounds) for member in members]
     experts = [node.name for node in step.placeholders(Role.PARAMETER) if "experts" in placeholder(node).name]
     return (*decisions, *(ShardingDecision(name, ("S0",)) for name in experts))
-
-
-GPT_OSS = replace(CASES["mixtral"], model=gpt_oss)
 
 
 @pytest.mark.sweep(2)
