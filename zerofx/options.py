@@ -37,7 +37,6 @@ from zerofx.option_checks import (
     SHARDINGS,
     TILES,
     has_no_stages,
-    has_stages,
     warn_of_ignored_shardings,
 )
 from zerofx.option_table import (
@@ -245,7 +244,6 @@ class CompileOptions:
         0,
         count(0),
         Exclusion("precision", "copies are multiplied as they come", theirs=lambda given: given.fp8 is not None),
-        Exclusion("mesh", "rows are dealt in a step without stages", theirs=has_stages),
         not_for=("plan", "step", "sharing", "evaluation"),
     )
     """where rows that are sent to their experts find no room: of how many experts of a layer, those with the most rows,

@@ -131,14 +131,16 @@ def layouts(
 
 
 def _compare_copies(request: Request, captures: Captures, earlier: Earlier | None, everywhere: Everywhere) -> Request:
-    """The request with copies of experts, or, if a step is no faster so, with room for their rows."""
+    """The request with copies of experts, or, if a step is no faster so, with room for their rows; stages do as all of
+    the step would."""
     other = _drop_copies(request)
-    if isinstance(request.options.plan, Plan) or request.mesh.pipe > 1 or request.num_rounds > 1:
+    if isinstance(request.options.plan, Plan) or request.num_rounds > 1:
         return request if request.num_rounds > 1 else other
 
     def compare() -> str:
-        judge = Judge(request, captures, share_one_rank)
-        copied, roomy = (_decide(each, captures, earlier) for each in (request, other))
+        ways = [replace(each, mesh=replace(request.mesh, pipe=1)) for each in (request, other)]
+        judge = Judge(ways[0], captures, share_one_rank)
+        copied, roomy = (_decide(each, captures, earlier) for each in ways)
         is_better, why = choose_copies(judge, copied, roomy, request.needed)
         return json.dumps([is_better, why])
 

@@ -137,7 +137,6 @@ EXCLUDED: Sequence[tuple[dict[str, Any], str]] = [
     ({"arena": True, "backend": "eager"}, "arena=True and backend='eager': ATen's operators allocate for themselves"),
     ({"arena": True, "backend": "inductor", "cuda_graphs": True}, "arena=True and cuda_graphs=True: CUDA graphs have"),
     ({"mesh": {"pipe": 2}, "cuda_graphs": True}, "messages between stages are awaited by the host"),
-    ({"copied_experts": 1, "mesh": {"pipe": 2}}, "mesh={'pipe': 2}: rows are dealt in a step without stages"),
     ({"copied_experts": 1, "precision": Precision("bf16", fp8="tensorwise")}, "copies are multiplied as they come"),
     ({"mesh": {"pipe": 2}, "saved": "int8"}, "stages hand activations on from micro-batch to micro-batch as they are"),
 ]

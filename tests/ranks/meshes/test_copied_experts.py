@@ -51,7 +51,8 @@ def _run(
     """Steps of which some are ``uneven``: numbers about each, peaks, what is unlike one process, norms of gradients.
     ``chosen``: whether copies are, however long they take."""
     case, skew = _case(name)
-    index, num_data = world()[0] // mesh["model"], world()[1] // mesh["model"]
+    num_data = world()[1] // (mesh["model"] * mesh.get("pipe", 1))
+    index = world()[0] // mesh["model"] % num_data
     model, eager = build(case), build(case)
     optimizer, accumulate = case.optimizer(eager), options.get("accumulate", 1)
     monkeypatch = pytest.MonkeyPatch()
@@ -136,6 +137,7 @@ def test_each_of_four_ranks_has_as_many_rows() -> None:
     [
         ({"shard": 2, "model": 2}, {"copied_experts": 1, "stage": 3}),
         ({"model": 2}, {"copied_experts": 2, "accumulate": 2}),
+        ({"pipe": 2, "model": 2}, {"copied_experts": 2, "accumulate": 2}),
         ({"model": 2}, {"copied_experts": 1, "recompute": "full", "memory_budget": "8MiB"}),
     ],
     ids=str,
@@ -199,8 +201,7 @@ def test_a_checkpoint_says_that_experts_were_copied(tmp_path: Any) -> None:
     assert run_ranks(_copied_after_checkpoint, 2, str(tmp_path)) == [[(1, 1), (0, 1)]] * 2
 
 
-def test_stages_and_fp8_have_no_copies() -> None:
+def test_fp8_has_no_copies() -> None:
     model = nn.Linear(NUM_TOKENS, 2)
-    for options in ({"mesh": {"pipe": 2}}, {"precision": "fp8"}):
-        with pytest.raises(UsageError, match="copied_experts"):
-            zerofx.compile(model, sgd(model), copied_experts=1, **options)
+    with pytest.raises(UsageError, match="copied_experts"):
+        zerofx.compile(model, sgd(model), copied_experts=1, precision="fp8")
