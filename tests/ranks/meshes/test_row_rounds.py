@@ -15,7 +15,9 @@ from tests.lib.models import Case, batches, sgd
 from tests.lib.runs.sharing import SHARING
 from tests.lib.runs.training import build
 from tests.ranks.meshes.test_exchanged_rows import EXCHANGED, MODELS, Experts, Order, whole_elsewhere
+from zerofx import UsageError
 from zerofx.driver import shardings
+from zerofx.session import steps
 
 NUM_TOKENS, WIDTH, NUM_EXPERTS = 256, 64, 4
 
@@ -164,3 +166,35 @@ def test_experts_with_biases_have_their_rows_in_rounds_to_the_bit() -> None:
         assert found["unlike"] == []
         assert all(measured <= planned <= found["budget"] for measured, planned in found["peaks"])
         assert min(found["rounds"]) > 1
+
+
+@pytest.mark.days(3)
+def test_rows_are_in_rounds_between_compiled_regions() -> None:
+    for found in run_ranks(_run, 2, 2, torch.float32, {**_KEPT, "backend": "inductor", "cuda_graphs": "auto"}, 7):
+        assert all(max(peaks) <= found["budget"] for peaks in found["peaks"])
+        assert [seen[:2] for seen in found["seen"]] == _SEEN
+        assert all(difference <= 1e-6 for *_, difference in found["unlike"])
+        assert found["exchanges"][0] == 2
+
+
+def _refuse_graphs() -> str:
+    """The error of a step that sends rows as CUDA graphs, where the machine has these."""
+    case = MODELS["by hand"]
+    model = build(case)
+    ((first, _),) = batches(case, 0, 1)
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(steps, "machine_obstacle", lambda device: "")
+    step = zerofx.compile(
+        model, case.optimizer(model), backend="eager", machine=SHARING, shardings=EXCHANGED, mesh={"model": 2},
+        cuda_graphs=True,
+    )  # fmt: skip
+    with pytest.raises(UsageError) as error:
+        step.prepare(*first)
+    monkeypatch.undo()
+    return str(error.value)
+
+
+def test_steps_that_send_rows_are_no_cuda_graphs() -> None:
+    """So that none has to be recorded again where rows go in rounds."""
+    for message in run_ranks(_refuse_graphs, 2):
+        assert "ranks share what layers compute, in buffers that are made again in each step" in message
