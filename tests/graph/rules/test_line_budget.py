@@ -7,7 +7,7 @@ import pytest
 from tests.lib.checkout import ROOT
 
 PRODUCT = ("zerofx", "passes", "scheduler", "codegen")
-MOST_LINES = 87_790
+MOST_LINES = 88_160
 SHORT, MOST_SHORT = 60, 30  # files of so few lines that a reader opens them for little
 
 

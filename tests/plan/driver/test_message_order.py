@@ -133,6 +133,7 @@ CASES = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", CASES)
 def test_emitted_messages_meet(name: str) -> None:
     graphs = CASES[name].graphs()

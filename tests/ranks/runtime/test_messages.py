@@ -15,6 +15,7 @@ from torch import Tensor
 from tests.compiled.cuda_stand_in.streams import CPU, on_streams
 from tests.lib.distributed import run_ranks
 from tests.lib.runs.stages import Run, begin_run
+from zerofx.errors import PlanError
 from zerofx.runtime.comm.nccl import Nccl
 from zerofx.runtime.comm.transport import LostRankError
 from zerofx.runtime.measure.spans import SpanLog
@@ -65,6 +66,22 @@ def _train_all(runs: Sequence[Run]) -> list[list[Tensor]]:
     return [_train(run) for run in runs]
 
 
+def _few_queues() -> tuple[str, str]:
+    """The notices of transports whose stages have one rank each, and two."""
+    world = dist.group.WORLD
+    assert world is not None
+    notices = []
+    with on_streams():
+        for groups in ([[0, 1]], [[0, 1], [2, 3]]):
+            transport = Nccl(world, CPU, SpanLog())
+            inner = transport.split(groups) if len(groups) > 1 else transport
+            inner.open_links(BOTH)
+            notices.append(transport.notice)
+            for opened in {id(each): each for each in (inner, transport)}.values():
+                opened.close()
+    return notices[0], notices[1]
+
+
 def _on_streams(runs: Sequence[Run]) -> tuple[list[list[Tensor]], list[str]]:
     with on_streams() as streams:
         trained = _train_all(runs)
@@ -93,6 +110,12 @@ def test_stages_of_several_ranks_on_streams_have_the_bits_of_those_ranks_without
     runs = [Run("dropout", {"pipe": 2, "shard": 2}, 5, options, 2)]
     once = [replace(run.on({"shard": 2}), options=(*options[:1], ("reduce", "once"))) for run in runs]
     _check(runs, 4, run_ranks(_train_all, 2, once))
+
+
+def test_stages_of_several_ranks_say_how_many_queues_they_need() -> None:
+    for of_one, of_two in run_ranks(_few_queues, 4):
+        assert of_one == ""
+        assert "CUDA_DEVICE_MAX_CONNECTIONS=32" in of_two
 
 
 def _transport(pairs: Sequence[tuple[int, int]]) -> Nccl:
@@ -135,6 +158,8 @@ def _links() -> list[Any]:
         transport = _transport([(0, 1), (1, 2)])
         before = len(transport._own_links)
         transport.open_links([(0, 1), (2, 0)])
+        with pytest.raises(PlanError, match=f"found one from {transport.rank} to {transport.rank}"):
+            transport.send(torch.ones(2), transport.rank)
         links = [dist.get_process_group_ranks(link.group) for link in transport._own_links]
         with mock.patch.object(distributed, "abort") as given_up:
             pending = transport.receive(torch.ones(1), 1) if transport.rank == 2 else None

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from zerofx.errors import PlanError
 from zerofx.runtime.comm.groups import close_connections, destroy, gloo_over
 from zerofx.runtime.comm.links import Link
 from zerofx.runtime.comm.same_host.channels import GlooChannel
@@ -32,6 +33,12 @@ _ORDERING_NCCL = (2, 26)  # the first to have NCCL_LAUNCH_ORDER_IMPLICIT
 _ONE_BY_ONE = (
     "collectives along different axes of the mesh run one after the other on a GPU: set NCCL_LAUNCH_ORDER_IMPLICIT=1 "
     "before the processes start, with NCCL 2.26 or later, for them to overlap"
+)
+
+_QUEUES = 32  # the most that a device has
+_FEW_QUEUES = (
+    f"messages between stages of several GPUs may stand still behind collectives that share a queue of the device with "
+    f"them: set CUDA_DEVICE_MAX_CONNECTIONS={_QUEUES} before the processes start"
 )
 
 
@@ -103,7 +110,11 @@ class Nccl(Transport):
 
     def open_links(self, pairs: Sequence[tuple[int, int]]) -> None:
         world = self._world
-        world._words = world._words or gloo_over(world._group, distributed.group_timeout(world._group))
+        if world._words is None:
+            world._words = gloo_over(world._group, distributed.group_timeout(world._group))
+            has_queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == str(_QUEUES)
+            if world.num_ranks > self.num_ranks and not has_queues:
+                world.notice = "; ".join(filter(None, (world.notice, _FEW_QUEUES)))
         for pair in pairs:
             if pair in self._links:
                 continue
@@ -127,8 +138,12 @@ class Nccl(Transport):
 
     def _start_message(self, pair: tuple[int, int], value: torch.Tensor) -> Pending[torch.Tensor]:
         self.check_reachable()
-        link = self._links[pair]
-        assert link is not None, "this rank is at one end"
+        link = self._links.get(pair)
+        if link is None:
+            raise PlanError(
+                f"expected messages between ranks that exchange some in the step as planned, found one from {pair[0]} "
+                f"to {pair[1]} of those along the axis pipe: take the step's source as it was written"
+            )
         pending = link.start(value, self.stream)
 
         def wait() -> None:
