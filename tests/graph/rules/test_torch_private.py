@@ -26,7 +26,12 @@ def defined(tree: ast.AST) -> set[str]:
     stored = [one for one in ast.walk(tree) if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store)]
     fields = [n.id for one in bodies for n in ast.walk(one) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
     methods = [one.name for one in bodies if isinstance(one, ast.FunctionDef)]
-    return {*methods, *fields, *(one.attr for one in stored if ast.unparse(one.value) in OWN)}
+    return {*methods, *fields, *(one.attr for one in stored if isinstance(one.value, ast.Name) and one.value.id in OWN)}
+
+
+def last_name(node: ast.expr) -> str:
+    """``step`` of ``optimizer.step``; empty where there is none."""
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
 def private_uses(tree: ast.AST, of_all: AbstractSet[str]) -> Iterator[tuple[int, str]]:
@@ -55,7 +60,7 @@ def private_uses(tree: ast.AST, of_all: AbstractSet[str]) -> Iterator[tuple[int,
                 yield node.lineno, ast.unparse(node)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and OF_TORCH.fullmatch(node.value):
             yield node.lineno, node.value
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in BY_NAME:
+        elif isinstance(node, ast.Call) and last_name(node.func) in BY_NAME:
             names = [one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
             yield from ((node.lineno, name) for name in names if PRIVATE.fullmatch(name) and name not in own)
 

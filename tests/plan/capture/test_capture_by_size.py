@@ -115,6 +115,7 @@ def test_a_third_size_follows_from_two(make: Callable[[], nn.Module], sizes: lis
     assert said_of_last(make, sizes) == MADE
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize("sizes", [WIDTH, *(pytest.param(each, marks=pytest.mark.slow) for each in SIZES[1:])])
 def test_a_third_size_of_a_deep_model_follows_from_two(sizes: list[Size]) -> None:
     assert said_of_last(deep, sizes) == MADE

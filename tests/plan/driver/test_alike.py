@@ -40,6 +40,7 @@ def _count_searches(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     return searches
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("own", OWN)
 def test_a_stage_that_is_alike_has_the_plan_of_its_own_search(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
     searches = _count_searches(monkeypatch)

@@ -154,6 +154,7 @@ def test_the_plan_says_why_rows_of_experts_cannot_be_sent(options: dict[str, Any
     assert not plan.sends_rows and why in _says(plan)
 
 
+@pytest.mark.days(3)
 def test_meshes_are_compared_with_rows_of_experts_sent() -> None:
     """A mesh is estimated as it would be planned, unasked."""
     model, batch, machine = _experts(1, 1e7, (16, 16))

@@ -121,6 +121,7 @@ def test_a_step_without_room_is_run_again_with_copies() -> None:
         assert all(norm == pytest.approx(expected, rel=1e-6) for norm, expected in found["norms"])
 
 
+@pytest.mark.days(3)
 def test_each_of_four_ranks_has_as_many_rows() -> None:
     """Of even tokens two ranks have all rows, of uneven ones a single rank has them, if they are not dealt."""
     options = {**_KEPT, "copied_experts": 2}
@@ -166,6 +167,7 @@ def test_copies_in_unmodified_models(mesh: dict[str, int], name: str) -> None:
         assert all(norm == pytest.approx(expected, rel=2.0**-7) for norm, expected in found["norms"])
 
 
+@pytest.mark.days(3)
 def test_there_is_room_for_rows_where_copies_take_longer() -> None:
     """Memory is slow, so that weights are; the plan says what a step takes either way."""
     options = {"copied_experts": 1, "machine": SHARING}
@@ -197,6 +199,7 @@ def _copied_after_checkpoint(folder: str) -> list[tuple[float, float]]:
     return counts
 
 
+@pytest.mark.days(3)
 def test_a_checkpoint_says_that_experts_were_copied(tmp_path: Any) -> None:
     assert run_ranks(_copied_after_checkpoint, 2, str(tmp_path)) == [[(1, 1), (0, 1)]] * 2
 

@@ -97,6 +97,7 @@ def _check(runs: Sequence[Run], num_ranks: int, expected: Sequence[Sequence[list
             assert len(values) == len(alone) and all(map(torch.equal, *bits)), f"rank {rank}: {run}"
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", [*RUNS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
 def test_stages_on_streams_have_the_bits_of_one_process(name: str) -> None:
     runs = {**RUNS, **MORE}[name]
@@ -105,6 +106,7 @@ def test_stages_on_streams_have_the_bits_of_one_process(name: str) -> None:
     _check(runs, mesh["pipe"], [_train_all([run.on(None) for run in runs])])
 
 
+@pytest.mark.days(3)
 def test_stages_of_several_ranks_on_streams_have_the_bits_of_those_ranks_without() -> None:
     options = (CLIPPED, TURNS)
     runs = [Run("dropout", {"pipe": 2, "shard": 2}, 5, options, 2)]

@@ -76,6 +76,7 @@ def choose_sending(
         way = "sent" if is_better else "not sent"
         why[kind] = (
             f"rows are {way} to their experts: a step takes {judged} where they are, {best} where tokens are gathered"
+            + ("" if is_better or not judged.is_better(best) else f"; uneven ones ask for {_UNEVEN:.0%} less")
         )
         sent, best = ([*sent, kind], judged) if is_better else (sent, best)
     return sent, why
