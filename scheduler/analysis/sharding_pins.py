@@ -115,18 +115,18 @@ def apply_pins(ways: ShardingWays, pins: Pins, unasked: Collection[str] = ()) ->
     """
     asking = dict.fromkeys(pin for pins_of in pins.parameters.values() for pin in pins_of if pin.word == EXCHANGE)
     sent = {pin: kinds_that_send(ways, set(_calls_of_rows(ways, pin))) for pin in asking}
-    sending = {pin for pin, kinds in sent.items() if kinds}
+    unsent = {pin for pin, kinds in sent.items() if not kinds}
     placeholders = dict(ways.placeholders)
     rules = dict(send_rows(ways, {*unasked, *(kind for kinds in sent.values() for kind in kinds)}).rules)
-    patterns = {pin.pattern for pin in sending}
+    patterns = {pin.pattern for pin in sent.keys() - unsent}
     for node, of_node in pins.parameters.items():
         for pin in of_node:
-            if pin in asking.keys() - sending and (tensor(node).ndim > 2 or pin.pattern not in patterns):
+            if pin in unsent and (tensor(node).ndim > 2 or pin.pattern not in patterns):
                 raise UsageError(_refusal_to_send(ways, pin))
     for node, of_node in pins.parameters.items():
         first = ways.classes.first[node]
         for pin in of_node:
-            if pin in asking.keys() - sending:
+            if pin in unsent:
                 continue  # shared experts, which all tokens go through
             allowed = _placements_for(ways, node, pin)
             left = [placement for placement in placeholders[first] if placement in allowed]
